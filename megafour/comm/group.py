@@ -1,0 +1,44 @@
+"""A named process group as a value: who is in it, where this rank stands, and the ledger that counts its traffic."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch.distributed import ProcessGroup
+
+from megafour.comm.ledger import Ledger
+
+
+@dataclass(frozen=True)
+class Group:
+    """One axis (or derived set of axes) of the mesh, seen from one rank.
+
+    A group of one has no process group and every primitive on it returns its input untouched: a collective that
+    moves nothing would still cost 0.2 ms on gloo.
+    """
+
+    name: str
+    """Axis name, as the ledger reports it (`tp`, `cp`, `dp_cp`, ...)."""
+    ranks: tuple[int, ...]
+    """Global ranks, in group order."""
+    rank: int
+    """This process's index within `ranks`."""
+    pg: ProcessGroup | None = None
+    """The torch process group; None exactly when the group has one member."""
+    ledger: Ledger | None = field(default=None, compare=False)
+    """Where traffic is recorded; None when accounting is off."""
+
+    @property
+    def size(self) -> int:
+        """Number of ranks in the group."""
+        return len(self.ranks)
+
+    def record(self, primitive: str, nbytes: float) -> None:
+        """Count one call of `primitive` that moved `nbytes` bytes by the ledger's convention."""
+        if self.ledger is not None:
+            self.ledger.record(primitive, self.name, nbytes)
+
+
+def solo(name: str, rank: int = 0) -> Group:
+    """The group of one: this process alone."""
+    return Group(name=name, ranks=(rank,), rank=0)

@@ -1,0 +1,226 @@
+"""The grid of process groups: a value built once from the launch, and handed down explicitly."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from megafour.comm.group import Group, solo
+from megafour.comm.ledger import Ledger
+
+AXES = ("tp", "ulysses", "ring", "dp", "pp")
+"""Axes of the grid in the default rank order, fastest first: the chattiest axis gets the nearest ranks."""
+
+ORDERS = {"auto": AXES, "pp-outer": AXES, "pp-inner": ("tp", "ulysses", "ring", "pp", "dp")}
+"""Named rank orders; any other permutation is given as `tp-ulysses-ring-dp-pp`, fastest first."""
+
+DERIVED = {
+    "cp": ("ulysses", "ring"),  # who shares one sequence
+    "dp_cp": ("ulysses", "ring", "dp"),  # who holds the same weights: gradients and losses are summed here
+    "model": ("tp", "pp"),  # who holds the pieces of one model: the gradient norm is summed here
+}
+"""Groups made of several axes, each named by its use."""
+
+STARTUP_TIMEOUT = timedelta(minutes=30)
+STEP_TIMEOUT = timedelta(minutes=10)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Who this process is, as its launcher says. torchrun's variables win over SLURM's; neither means a world of one."""
+
+    rank: int = 0
+    world: int = 1
+    local_rank: int = 0
+    local_world: int = 1
+    init_method: str = "env://"
+
+    @classmethod
+    def from_environment(cls, env: Mapping[str, str] = os.environ) -> Launch:
+        """Read RANK/WORLD_SIZE/LOCAL_RANK (torchrun), else a multi-task srun step's SLURM_* variables.
+
+        An sbatch or salloc shell carries SLURM_NTASKS too, but only a step (SLURM_STEP_ID) has started the tasks.
+        """
+        if "RANK" in env and "WORLD_SIZE" in env:
+            world = int(env["WORLD_SIZE"])
+            return cls(int(env["RANK"]), world, int(env.get("LOCAL_RANK", "0")),
+                       int(env.get("LOCAL_WORLD_SIZE", world)))
+        tasks = int(env.get("SLURM_STEP_NUM_TASKS", "1"))
+        if "SLURM_STEP_ID" in env and "SLURM_PROCID" in env and tasks > 1 and "MASTER_ADDR" in env:
+            nodes = int(env.get("SLURM_STEP_NUM_NODES", "1"))
+            address = f"tcp://{env['MASTER_ADDR']}:{env.get('MASTER_PORT', '29500')}"
+            return cls(int(env["SLURM_PROCID"]), tasks, int(env.get("SLURM_LOCALID", "0")), -(-tasks // nodes), address)
+        return cls()
+
+    def device(self, wanted: str = "auto") -> torch.device:
+        """The device of this rank: `auto` takes GPUs only where there is one for every local rank."""
+        enough = torch.cuda.is_available() and torch.cuda.device_count() >= self.local_world
+        if wanted == "cuda" or (wanted == "auto" and enough):
+            return torch.device("cuda", self.local_rank)
+        return torch.device("cpu")
+
+
+def start_distributed(launch: Launch, device: torch.device, timeout: timedelta = STARTUP_TIMEOUT) -> None:
+    """Join the world over NCCL (GPU, with gloo for CPU tensors) or gloo; a world of one joins nothing."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if launch.world > 1:
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, init_method=launch.init_method, rank=launch.rank, world_size=launch.world,
+                                timeout=timeout, device_id=device if device.type == "cuda" else None)
+
+
+def stop_distributed() -> None:
+    """Leave the world, if one was joined."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """A DP×PP×TP×CP grid seen from one rank; cp = ring × ulysses. Two meshes can live in one process."""
+
+    sizes: dict[str, int]
+    coords: dict[str, int]
+    rank: int
+    device: torch.device
+    groups: dict[str, Group] = field(repr=False)
+    ledger: Ledger | None = None
+    device_mesh: DeviceMesh | None = field(default=None, repr=False)
+
+    @property
+    def world(self) -> int:
+        """Number of ranks in the grid."""
+        return self.groups["world"].size
+
+    @property
+    def dp(self) -> int:
+        """Data-parallel degree."""
+        return self.sizes["dp"]
+
+    @property
+    def pp(self) -> int:
+        """Pipeline-parallel degree."""
+        return self.sizes["pp"]
+
+    @property
+    def tp(self) -> int:
+        """Tensor-parallel degree."""
+        return self.sizes["tp"]
+
+    @property
+    def cp(self) -> int:
+        """Context-parallel degree, ring × ulysses."""
+        return self.sizes["ring"] * self.sizes["ulysses"]
+
+    def group(self, name: str) -> Group:
+        """The group called `name`: an axis, `cp`, `dp_cp`, `model`, `embedding` or `world`."""
+        return self.groups[name]
+
+    def describe(self) -> str:
+        """`rank 12 (pp1-tp0)`: only the axes larger than one."""
+        parts = [f"{axis}{self.coords[axis]}" for axis in ("dp", "pp", "tp") if self.sizes[axis] > 1]
+        if self.cp > 1:
+            parts.append(f"cp{self.group('cp').rank}")
+        return f"rank {self.rank}" + (f" ({'-'.join(parts)})" if parts else "")
+
+    @property
+    def words(self) -> str:
+        """The mesh in words, `dp2-pp2-tp2-cp2`; `dp1` for a world of one."""
+        degrees = {"dp": self.dp, "pp": self.pp, "tp": self.tp, "cp": self.cp}
+        return "-".join(f"{axis}{n}" for axis, n in degrees.items() if n > 1) or "dp1"
+
+    @classmethod
+    def single(cls, device: torch.device | None = None, ledger: Ledger | None = None) -> Mesh:
+        """The grid of one process."""
+        return cls.build(device=device, ledger=ledger)
+
+    @classmethod
+    def build(cls, *, dp: int = 1, pp: int = 1, tp: int = 1, cp: int = 1, ulysses: int = 1, order: str = "auto",
+              device: torch.device | None = None, ledger: Ledger | None = None) -> Mesh:
+        """Build the grid over the default process group (a world of one needs none).
+
+        Raises:
+            ValueError: if dp·pp·tp·cp is not the world's size, or the order is no permutation of the axes.
+        """
+        device = device or torch.device("cpu")
+        sizes = {"tp": tp, "ulysses": ulysses, "ring": cp // ulysses, "dp": dp, "pp": pp}
+        rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        axes = ORDERS.get(order) or tuple(order.split("-"))
+        if sorted(axes) != sorted(AXES):
+            raise ValueError(f"parallel.order={order}: not a permutation of {'-'.join(AXES)}")
+        if dp * pp * tp * cp != world:
+            raise ValueError(f"world {world} is not dp {dp} × pp {pp} × tp {tp} × cp {cp} = {dp * pp * tp * cp}")
+        slow_first = axes[::-1]
+        grid = torch.arange(world).view([sizes[a] for a in slow_first])
+        where = (grid == rank).nonzero()[0].tolist()
+        coords = dict(zip(slow_first, where, strict=True))
+        groups, device_mesh = _make_groups(grid, slow_first, rank, device, ledger)
+        return cls(sizes, coords, rank, device, groups, ledger, device_mesh)
+
+    def kv_replicas(self, num_kv_heads: int) -> Group:
+        """The tp ranks that hold the same K/V heads (tp > K/V heads); a group of one elsewhere."""
+        tp = self.group("tp")
+        width = tp.size // num_kv_heads if tp.size > num_kv_heads else 1
+        first = tp.rank // width * width
+        return _new_group("kv", [tp.ranks[first:first + width]], self.rank, self.ledger, {tp.ranks: tp.pg})
+
+    def shorten_timeout(self, timeout: timedelta = STEP_TIMEOUT) -> None:
+        """From the long timeout of start-up to the shorter one of steady steps, on every group."""
+        for group in self.groups.values():
+            if group.pg is not None:
+                dist.distributed_c10d._set_pg_timeout(timeout, group.pg)
+
+
+def _make_groups(grid: torch.Tensor, dims: tuple[str, ...], rank: int, device: torch.device,
+                 ledger: Ledger | None) -> tuple[dict[str, Group], DeviceMesh | None]:
+    """Every named group that `rank` is in. Groups of the same ranks share one process group."""
+    world = tuple(range(grid.numel()))
+    known: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+    device_mesh = None
+    if len(world) > 1:
+        known[world] = dist.group.WORLD
+        large = [d for d in dims if grid.shape[dims.index(d)] > 1]
+        device_mesh = DeviceMesh(device.type, grid.squeeze(), mesh_dim_names=tuple(large))
+        for name in large:
+            pg = device_mesh.get_group(name)
+            known[tuple(dist.get_process_group_ranks(pg))] = pg
+    groups = {}
+    for name, axes in {**{d: (d,) for d in dims}, **DERIVED}.items():
+        groups[name] = _new_group(name, _slices(grid, dims, axes), rank, ledger, known)
+    stages = _slices(grid, dims, ("pp",))
+    groups["embedding"] = _new_group("embedding", [(r[0], r[-1]) if len(r) > 1 else r for r in stages], rank, ledger,
+                                     known)
+    groups["world"] = Group("world", world, rank, known.get(world), ledger)
+    return groups, device_mesh
+
+
+def _slices(grid: torch.Tensor, dims: tuple[str, ...], axes: Iterable[str]) -> list[tuple[int, ...]]:
+    """The rank lists that differ only along `axes`, slowest of them first."""
+    inside = sorted((dims.index(a) for a in axes))
+    outside = [i for i in range(grid.dim()) if i not in inside]
+    width = 1
+    for i in inside:
+        width *= grid.shape[i]
+    return [tuple(row) for row in grid.permute(*outside, *inside).reshape(-1, width).tolist()]
+
+
+def _new_group(name: str, candidates: list[tuple[int, ...]], rank: int, ledger: Ledger | None,
+               known: dict[tuple[int, ...], dist.ProcessGroup | None]) -> Group:
+    """The one of `candidates` that holds `rank`, over a new process group unless the same ranks have one already."""
+    ranks = next((c for c in candidates if rank in c), None)
+    if ranks is None or len(ranks) == 1:
+        return Group(name, ranks=(rank,), rank=0, ledger=ledger)
+    if ranks not in known:
+        # Only members call, so ranks outside need not know of the group and nobody waits for the whole world.
+        known[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+    return Group(name, ranks, ranks.index(rank), known[ranks], ledger)
+
+
+__all__ = ["AXES", "ORDERS", "Launch", "Mesh", "solo", "start_distributed", "stop_distributed"]
