@@ -1,0 +1,72 @@
+"""The `parallel` section: the mesh, and how each axis of it works."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from megafour.config.base import Count, Section, Text
+
+
+class ContextConfig(Section):
+    """How a long sequence is split over the cp axis."""
+
+    method: Literal["ring", "double_ring", "ulysses", "usp", "all_gather"] = "ring"
+    """How queries meet keys that live on other ranks. This version: `ring`."""
+
+    layout: Literal["zigzag", "contiguous", "striped"] = "zigzag"
+    """Which positions a rank holds. This version: `zigzag` (rank r of R holds chunks r and 2R-1-r of 2R), which levels
+    the work of causal attention."""
+
+    ulysses: Literal["auto"] | Count = "auto"
+    """Ranks of the cp axis that split heads instead of the sequence. This version: `auto`, or 1."""
+
+    inner_ring: Count | None = None
+    """Ranks of the inner ring of `double_ring`. This version: null."""
+
+
+class PipelineConfig(Section):
+    """How layers and micro-batches are spread over the pp axis."""
+
+    schedule: Text = "1f1b"
+    """Order of forwards and backwards: `1f1b` or `gpipe`."""
+
+    virtual_stages: Count | None = None
+    """Stages that each pipeline rank holds. This version: null (one)."""
+
+    partition: Literal["auto"] | Annotated[list[int], Field(min_length=1)] = "auto"
+    """Layers on each stage, such as `[7, 8, 8, 7]`. `auto` balances the cost, embedding and head counted."""
+
+
+class ParallelConfig(Section):
+    """The mesh: world = dp · pp · tp · cp."""
+
+    dp: Literal["auto"] | Count = "auto"
+    """Data-parallel replicas. `auto`: world / (pp · tp · cp)."""
+
+    pp: Count = 1
+    """Pipeline stages."""
+
+    tp: Count = 1
+    """Ranks that split every matrix (tensor parallelism)."""
+
+    cp: Count = 1
+    """Ranks that split every sequence (context parallelism)."""
+
+    ep: Count = 1
+    """Ranks that split experts. This version: 1."""
+
+    order: Text = "auto"
+    """Order of ranks, fastest axis first. `auto` and `pp-outer`: `tp-ulysses-ring-dp-pp`; `pp-inner`: pp inside dp,
+    `tp-ulysses-ring-pp-dp`; or these five axes in any order, joined by `-`."""
+
+    sequence_parallel: bool = True
+    """Split norms, dropout and residuals along the sequence over tp. No effect where tp is 1."""
+
+    zero_stage: Annotated[int, Field(ge=0, le=3)] = 1
+    """What data-parallel ranks share instead of repeating: 0 nothing, 1 optimizer state. This version: 0 or 1."""
+
+    context: ContextConfig = ContextConfig()
+    """How the cp axis works."""
+
+    pipeline: PipelineConfig = PipelineConfig()
+    """How the pp axis works."""
