@@ -1,0 +1,1 @@
+"""Mesh-free checkpoints: logical tensors written whole by any mesh and read by any other."""

@@ -1,0 +1,1 @@
+"""Formulas for FLOPs and bytes: pure functions, no torch."""

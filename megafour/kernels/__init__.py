@@ -1,0 +1,1 @@
+"""The hot operations behind one interface each, with a backend per library."""

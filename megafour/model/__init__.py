@@ -1,0 +1,1 @@
+"""The decoder, and the stage of it that one rank builds."""

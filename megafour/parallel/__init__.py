@@ -1,0 +1,1 @@
+"""The parallelisms, one folder each; layers get their groups in their constructors."""

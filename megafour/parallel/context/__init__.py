@@ -1,0 +1,1 @@
+"""Context parallelism: which positions a rank holds, and attention across ranks."""

@@ -1,0 +1,1 @@
+"""Data parallelism: gradient buckets and the sharded optimizer state of ZeRO."""

@@ -1,0 +1,1 @@
+"""Pipeline parallelism: schedules as tables, one checker and one executor."""

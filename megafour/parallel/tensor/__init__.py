@@ -1,0 +1,1 @@
+"""Tensor parallelism with sequence-parallel regions: linears, embedding, cross-entropy."""

@@ -1,0 +1,1 @@
+"""Training: the order of one step, the loop around it, its metrics and its signals."""

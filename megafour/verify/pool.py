@@ -1,0 +1,268 @@
+"""A pool of local gloo ranks, forked once from a clean process, on which functions run as one world after another.
+
+Starting a rank costs seconds (importing torch), forking one costs milliseconds, and a process that has run a threaded
+tensor operation cannot be forked safely: its children hang. So the ranks are forked from a process of their own that
+has imported torch and done nothing else, whatever the caller has done before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import gc
+import importlib
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+PRELOAD = ("numpy", "torch", "torch.distributed", "torch.distributed.device_mesh", "torch.distributed.checkpoint",
+           "megafour.mesh")
+"""Imported once before the fork, shared by all ranks. None of these may run a tensor operation when imported."""
+
+GRACE = 10.0
+"""Seconds that the other ranks get to end, once one rank has failed."""
+
+
+class RankError(RuntimeError):
+    """A function failed on a rank. `rank` says where, `kind` is the exception's class name, `text` its message."""
+
+    def __init__(self, rank: int, kind: str, text: str, detail: str = ""):
+        super().__init__(f"rank {rank}: {kind}: {text}" + (f"\n{detail}" if detail else ""))
+        self.rank, self.kind, self.text = rank, kind, text
+
+
+class Pool:
+    """`size` ranks that wait for work; started at the first `run` (or by `start`), ended by `close`.
+
+    A rank runs with one thread. What a function changes of its process stays there for later calls, except for the
+    environment, the working folder, torch's default dtype and its thread count.
+    """
+
+    def __init__(self, size: int = 16, preload: Iterable[str] = PRELOAD):
+        self.size = size
+        self.preload = tuple(preload)
+        self._server: subprocess.Popen[bytes] | None = None
+        self._ranks: list[Connection] = []
+        self._pids: list[int] = []
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._calls = 0
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def start(self) -> None:
+        """Start the ranks without waiting for them; nothing happens if they run already."""
+        if self._server is not None:
+            return
+        self._folder = tempfile.TemporaryDirectory(prefix="megafour-pool-")
+        pairs = [socket.socketpair() for _ in range(self.size)]
+        self._ranks = [Connection(ours.detach()) for ours, _ in pairs]
+        fds = [theirs.fileno() for _, theirs in pairs]
+        code = "import sys, pickle; sys.path[:] = pickle.loads(bytes.fromhex(sys.argv[1])); " \
+               "from megafour.verify.pool import serve; serve(*pickle.loads(bytes.fromhex(sys.argv[2])))"
+        arguments = [pickle.dumps(sys.path).hex(), pickle.dumps((fds, self.preload, self._folder.name)).hex()]
+        env = {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}    # local ranks need no host name
+        env = {**env, **os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        self._server = subprocess.Popen([sys.executable, "-c", code, *arguments], pass_fds=fds, env=env,
+                                        start_new_session=True)
+        for _, theirs in pairs:
+            theirs.close()
+
+    def run(self, fn: Callable[..., Any], world: int, *args: Any, timeout: float = 120,
+            backend: str = "gloo") -> list[Any]:
+        """Call `fn(rank, world, *args)` on ranks 0..world-1 of a fresh default process group; results in rank order.
+
+        `fn` is a module-level function of an importable module; arguments and results are pickled.
+
+        Raises:
+            RankError: a rank raised or died; the first one to do so is named and its traceback shown.
+            TimeoutError: not all ranks ended in `timeout` seconds; the message shows where each of them stands.
+        """
+        if not 1 <= world <= self.size:
+            raise ValueError(f"world {world}: the pool has {self.size} ranks")
+        if getattr(fn, "__module__", None) == "__main__":
+            raise ValueError(f"{fn.__qualname__} is defined in __main__: ranks can only import it from a module")
+        self.start()
+        self._greet()
+        assert self._folder is not None
+        self._calls += 1
+        store = str(Path(self._folder.name) / f"store-{self._calls}")
+        where = (os.getcwd(), list(sys.path))
+        task = pickle.dumps((fn, args))
+        for rank in range(world):
+            self._ranks[rank].send_bytes(pickle.dumps((task, rank, world, store, backend, timeout, where)))
+        try:
+            results = self._collect(world, timeout)
+        except (RankError, TimeoutError):
+            raise
+        except BaseException:    # interrupted: answers are still on their way, and must not meet a later call
+            self.close()
+            raise
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(store)
+        return results
+
+    def close(self) -> None:
+        """End every rank at once. A later `run` starts new ones."""
+        server, self._server = self._server, None
+        if server is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(server.pid, signal.SIGKILL)
+            server.wait()
+        for connection in self._ranks:
+            connection.close()
+        self._ranks, self._pids = [], []
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
+
+    def _greet(self) -> None:
+        """Wait until every rank of a new pool has said its process id."""
+        if self._pids:
+            return
+        for rank, connection in enumerate(self._ranks):
+            try:
+                if not connection.poll(120):
+                    raise TimeoutError(f"rank {rank} of the pool did not start within 120 s")
+                self._pids.append(pickle.loads(connection.recv_bytes()))
+            except (EOFError, TimeoutError, ConnectionResetError) as error:
+                self.close()
+                raise RuntimeError(f"the pool of {self.size} local ranks did not start: {error!r}") from error
+
+    def _collect(self, world: int, timeout: float) -> list[Any]:
+        """Wait for every rank's answer; on a failure, give the others a moment before they are all replaced."""
+        deadline = time.monotonic() + timeout
+        results: dict[int, Any] = {}
+        failures: list[tuple[float, RankError]] = []
+        pending = {self._ranks[rank]: rank for rank in range(world)}
+        lost = False
+        while pending and not lost:
+            ready = wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for connection in ready:
+                assert isinstance(connection, Connection)
+                rank = pending.pop(connection)
+                try:
+                    ok, moment, answer = pickle.loads(connection.recv_bytes())
+                except (EOFError, ConnectionResetError):
+                    ok, moment, answer, lost = False, time.monotonic(), ("died", self._death(rank), ""), True
+                if ok:
+                    results[rank] = answer
+                else:
+                    failures.append((moment, RankError(rank, *answer)))
+                    deadline = min(deadline, time.monotonic() + GRACE)
+        if failures:
+            if pending or lost:
+                self.close()
+            raise min(failures, key=lambda failure: failure[0])[1]
+        if pending:
+            stacks = self._stacks(sorted(pending.values()))
+            self.close()
+            raise TimeoutError(f"{len(stacks)} of {world} ranks did not end within {timeout:g} s\n"
+                               + "\n".join(f"rank {rank}:\n{stack}" for rank, stack in stacks.items()))
+        return [results[rank] for rank in range(world)]
+
+    def _log(self, rank: int) -> str:
+        assert self._folder is not None
+        return Path(self._folder.name, f"rank-{rank}.log").read_text(errors="replace")
+
+    def _death(self, rank: int) -> str:
+        time.sleep(0.2)    # the fault handler's last words
+        return "its process ended; it last wrote:\n" + self._log(rank)[-3000:]
+
+    def _stacks(self, ranks: list[int]) -> dict[int, str]:
+        """Where each of `ranks` stands now: the end of the stack that its fault handler writes on a signal."""
+        before = {rank: len(self._log(rank)) for rank in ranks}
+        for rank in ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._pids[rank], signal.SIGUSR1)
+        time.sleep(0.5)
+        return {rank: "\n".join(self._log(rank)[before[rank]:].splitlines()[:14]) for rank in ranks}
+
+
+def serve(fds: list[int], preload: tuple[str, ...], folder: str) -> None:
+    """The clean process: import, fork one rank per socket, stay until all have ended."""
+    for name in preload:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()
+    for rank, fd in enumerate(fds):
+        if os.fork() == 0:
+            for other in fds:
+                if other != fd:
+                    os.close(other)
+            code = 1
+            try:
+                _serve_rank(Connection(fd), Path(folder, f"rank-{rank}.log"))
+                code = 0
+            finally:
+                os._exit(code)
+    for fd in fds:
+        os.close(fd)
+    while True:
+        try:
+            os.wait()
+        except ChildProcessError:
+            return
+
+
+def _serve_rank(connection: Connection, log: Path) -> None:
+    """One rank: say the process id, then answer one call after another until the caller is gone."""
+    out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+    faulthandler.enable(file=2)
+    faulthandler.register(signal.SIGUSR1, file=2, all_threads=False)
+    connection.send_bytes(pickle.dumps(os.getpid()))
+    environment = dict(os.environ)
+    while True:
+        try:
+            request = connection.recv_bytes()
+        except (EOFError, ConnectionResetError):
+            return
+        try:
+            answer = pickle.dumps((True, time.monotonic(), _call(*pickle.loads(request))))
+        except BaseException as error:    # noqa: B036  a SystemExit in a rank is an answer too
+            detail = "".join(traceback.format_exception(error))
+            answer = pickle.dumps((False, time.monotonic(), (type(error).__name__, str(error), detail)))
+        sys.stdout.flush()
+        connection.send_bytes(answer)
+        os.environ.clear()
+        os.environ.update(environment)
+
+
+def _call(task: bytes, rank: int, world: int, store: str, backend: str, timeout: float,
+          where: tuple[str, list[str]]) -> Any:
+    """Run one task inside a process group of its own."""
+    import torch
+    import torch.distributed as dist
+
+    os.chdir(where[0])
+    sys.path[:] = where[1]
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float32)
+    fn, args = pickle.loads(task)
+    # Collectives outlive the caller's patience a little, so that the caller's report of all ranks comes first.
+    dist.init_process_group(backend, store=dist.FileStore(store, world), rank=rank, world_size=world,
+                            timeout=timedelta(seconds=timeout + 30))
+    try:
+        return fn(rank, world, *args)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        gc.collect()
