@@ -1,1 +1,1 @@
-"""From text to micro-batches: tokenizers, indexed datasets, blends, samples and batches."""
+"""Text on disk to token batches: tokenizers, `megafour prepare`, indexed datasets, sampling, micro-batches."""

@@ -1,0 +1,72 @@
+"""Samples to micro-batches: labels are shifted on the whole sample, then a rank's positions are picked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+import torch
+from torch import Tensor
+
+IGNORE = -100  # a label that takes no part in the loss
+PAD = -1  # in a sample: no token here; becomes token 0 with its labels ignored
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What one rank of the context-parallel group holds of a micro-batch of b samples.
+
+    tokens, labels: int64 [b, s_local], labels IGNORE where nothing is trained. positions: int64 [s_local], the global positions
+    held, in the layout's order; with document ids int64 [b, s_local], restarting at 0 in each document.
+    sample_ids: int64 [b], the sample's index in the global batch. samples: int64 [b], its index in the run.
+    document_ids: int64 [b, s_local], which document of the sample a token belongs to, or None.
+    """
+
+    tokens: Tensor
+    labels: Tensor
+    positions: Tensor
+    sample_ids: Tensor
+    samples: Tensor
+    document_ids: Tensor | None = None
+
+    def to(self, device: torch.device | str) -> MicroBatch:
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        moved = {k: v if v is None else v.to(device, non_blocking=True) for k, v in values.items()}
+        return MicroBatch(**moved)
+
+    def valid_tokens(self) -> int:
+        """Labels held here that take part in the loss."""
+        return int((self.labels != IGNORE).sum())
+
+
+def collate(
+    rows: np.ndarray,
+    sample_ids: Tensor,
+    positions: Tensor,
+    *,
+    samples: Tensor | None = None,
+    document_ids: np.ndarray | None = None,
+) -> MicroBatch:
+    """Cuts one rank's part out of whole samples.
+
+    rows: integers [b, seq+1], PAD where there is no token. positions: int64 [s_local], global positions in [0, seq).
+    document_ids: integers [b, seq+1] that grow by document, or None. The label of position p is token p+1 of the whole sample:
+    shifting after the cut would lose the label at every shard's end.
+    """
+    whole = torch.from_numpy(np.ascontiguousarray(rows, dtype=np.int64))
+    tokens = whole[:, positions]
+    labels = whole[:, positions + 1]
+    labels = labels.masked_fill((labels < 0) | (tokens < 0), IGNORE)
+    held_ids = None
+    if document_ids is not None:
+        ids = torch.from_numpy(np.ascontiguousarray(document_ids, dtype=np.int64))[:, :-1]
+        held_ids, positions = ids[:, positions], restart_positions(ids)[:, positions]
+    return MicroBatch(tokens.clamp_min(0), labels, positions, sample_ids, sample_ids if samples is None else samples, held_ids)
+
+
+def restart_positions(document_ids: Tensor) -> Tensor:
+    """Position of each token within its own document: int64 [b, seq] -> int64 [b, seq], 0 at each document's first token."""
+    index = torch.arange(document_ids.shape[1]).expand_as(document_ids)
+    first = torch.ones_like(document_ids, dtype=torch.bool)
+    first[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
+    return index - torch.where(first, index, 0).cummax(dim=1).values

@@ -1,0 +1,234 @@
+"""From token streams to numbered samples: which tokens the run's sample number i holds, alike on every mesh.
+
+A source is one indexed dataset, or the part of its documents that a split takes. Its documents stay in file order as one token
+stream, end-of-document marks included; sample k of an epoch is the window of seq+1 tokens that begins at k x seq, so that every
+token is predicted once. The windows of an epoch are visited in the order of a permutation keyed by (seed, source, epoch). Epoch 0
+cuts from the stream's first token; later epochs start at another place of the stream, taken as a ring, so that windows are cut
+elsewhere and the remainder (under one sample) that an epoch leaves out is another one each time.
+
+Nothing is built, stored or shared: opening is two memory maps per source, whatever its size, and there is no cache to race for.
+Since windows hold neighbouring documents, a corpus sorted by kind is better shuffled before it is prepared.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megafour.data.batch import PAD
+from megafour.data.errors import DataError
+from megafour.data.indexed import IndexedDataset, check_ids
+from megafour.data.permute import Blend, Permutation, address
+from megafour.data.tokenizer import TokenizerInfo
+
+
+class Source:
+    """The documents [first, last) of one indexed dataset as windows of seq_length + 1 tokens.
+
+    `tail` keeps the last, shorter window (padded) as well: an evaluation then predicts every token once.
+    """
+
+    def __init__(
+        self,
+        data: IndexedDataset,
+        seq_length: int,
+        *,
+        seed: int,
+        number: int = 0,
+        documents: tuple[int, int] | None = None,
+        vocab_size: int | None = None,
+        tail: bool = False,
+    ) -> None:
+        first, last = documents or (0, data.num_documents)
+        self.data, self.seq_length, self.vocab_size = data, seq_length, vocab_size
+        self._start = data.token_offset(first)
+        self.num_tokens = data.token_offset(last) - self._start
+        steps = self.num_tokens - 1
+        self.num_samples = -(-steps // seq_length) if tail else steps // seq_length
+        self._key = address(seed, number)
+        self._epoch = -1
+        if self.num_samples < 1:
+            raise DataError(self._too_small(last - first))
+
+    def _too_small(self, documents: int) -> str:
+        if self.num_tokens == 0:
+            return f"{self.data.bin_path}: no tokens in its {documents} documents; nothing to read"
+        return (
+            f"{self.data.bin_path}: {self.num_tokens} tokens in {documents} documents are fewer than one sample of "
+            f"data.seq_length + 1 = {self.seq_length + 1}; use more text or a smaller data.seq_length"
+        )
+
+    def window(self, index: int) -> np.ndarray:
+        """Tokens int64 [seq_length + 1] of this source's sample `index`, PAD after the stream's end (with `tail` only)."""
+        epoch, place = divmod(index, self.num_samples)
+        if epoch != self._epoch:
+            self._order, self._epoch = Permutation(self.num_samples, address(self._key, epoch, 0)), epoch
+        phase = address(self._key, epoch, 1) % self.num_tokens if epoch else 0
+        offset = self._order[place] * self.seq_length
+        size = min(self.seq_length + 1, self.num_tokens - offset)
+        begin = (phase + offset) % self.num_tokens
+        straight = min(size, self.num_tokens - begin)
+        row = np.full(self.seq_length + 1, PAD, np.int64)
+        row[:straight] = self.data.tokens[self._start + begin : self._start + begin + straight]
+        row[straight:size] = self.data.tokens[self._start : self._start + size - straight]
+        if self.vocab_size is not None:
+            check_ids(row[:size], self.vocab_size, f"{self.data.bin_path}: the sample at token {self._start + begin}")
+        return row
+
+
+class GlobalDataset:
+    """The run's samples by number. Training draws from its sources by weight, without end, each source epoch after epoch.
+
+    With `endless=False` (evaluation) the sources are joined, each sample once in a fixed shuffled order, and numbers past the end
+    give samples of PAD alone: a batch may reach past the end, and on every rank alike adds nothing to the loss there.
+    """
+
+    def __init__(self, sources: Sequence[Source], weights: Sequence[float] | None = None, *, seed: int, endless: bool = True) -> None:
+        if not sources:
+            raise DataError("a dataset needs at least one source")
+        self.sources, self.endless = list(sources), endless
+        self.seq_length = sources[0].seq_length
+        self._ends = np.cumsum([source.num_samples for source in sources])
+        self.num_samples = int(self._ends[-1])
+        self._blend = Blend(list(weights or [1] * len(sources))) if endless else None
+        self._order = None if endless else Permutation(self.num_samples, address(seed, 0xE7A1))
+
+    def locate(self, index: int) -> tuple[int, int] | None:
+        """(source, that source's own sample number) of sample `index`; None past the end of an evaluation set."""
+        if self._blend is not None:
+            return self._blend.locate(index)
+        if self._order is None or index >= self.num_samples:
+            return None
+        place = self._order[index]
+        source = int(np.searchsorted(self._ends, place, side="right"))
+        return source, place - (int(self._ends[source - 1]) if source else 0)
+
+    def sample(self, index: int) -> np.ndarray:
+        """Tokens int64 [seq_length + 1] of global sample `index`; PAD where there is none.
+
+        Raises DataError, naming the file, when an id lies outside the vocabulary.
+        """
+        found = self.locate(index)
+        if found is None:
+            return np.full(self.seq_length + 1, PAD, np.int64)
+        source, position = found
+        return self.sources[source].window(position)
+
+
+@dataclass(frozen=True)
+class Datasets:
+    """What a run reads: the training set, the named validation sets, and the split's test set."""
+
+    train: GlobalDataset
+    valid: dict[str, GlobalDataset]
+    test: GlobalDataset | None
+
+
+def build_datasets(config: Any, tokenizer: TokenizerInfo) -> Datasets:
+    """Opens every dataset that `data` of the config names.
+
+    `data.split` ("98,1,1") cuts each training source by documents into train, validation ("valid") and test. Sets in `data.valid`
+    are read whole. Raises DataError for a missing or broken file, a tokenizer other than the one a dataset was made with, a source
+    with less than one sample, a share of the split that gets no document, and one name for two validation sets.
+    """
+    data = config.data
+    reader = _Reader(config.run.seed, data.seq_length, tokenizer)
+    shares = parse_split(data.split)
+    train, valid = reader.blend(data.train, shares, 0), {}
+    for name, entries in (data.valid or {}).items():
+        weights = {float(entry.weight) for entry in entries}
+        if len(weights) > 1:
+            raise DataError(f"data.valid.{name}: each sample of a validation set is read once, so its weights must be equal: {weights}")
+        valid[name] = reader.joined(entries)
+    if shares and shares[1]:
+        if "valid" in valid:
+            raise DataError(f'data.split={data.split} makes a validation set named "valid", and data.valid has one too; rename it')
+        valid["valid"] = reader.joined(data.train, shares, 1)
+    test = reader.joined(data.train, shares, 2) if shares and shares[2] else None
+    return Datasets(train, valid, test)
+
+
+class _Reader:
+    """Opens sources under one seed, sequence length and tokenizer."""
+
+    def __init__(self, seed: int, seq_length: int, tokenizer: TokenizerInfo) -> None:
+        self.seed, self.seq_length, self.tokenizer = seed, seq_length, tokenizer
+
+    def blend(self, entries: Sequence[Any], shares: list[float] | None, part: int) -> GlobalDataset:
+        sources = [self._open(entry.path, number, shares, part, False) for number, entry in enumerate(entries)]
+        return GlobalDataset(sources, [entry.weight for entry in entries], seed=self.seed)
+
+    def joined(self, entries: Sequence[Any], shares: list[float] | None = None, part: int = 0) -> GlobalDataset:
+        sources = [self._open(entry.path, number, shares, part, True) for number, entry in enumerate(entries)]
+        return GlobalDataset(sources, seed=self.seed, endless=False)
+
+    def _open(self, path: str, number: int, shares: list[float] | None, part: int, tail: bool) -> Source:
+        data = IndexedDataset(path)
+        check_tokenizer(data.prefix, self.tokenizer)
+        documents = None
+        if shares:
+            bounds = split_bounds(data.num_documents, shares)
+            documents = (bounds[part], bounds[part + 1])
+            if documents[0] == documents[1]:
+                name = ("train", "validation", "test")[part]
+                raise DataError(f"data.split leaves no document for {name} in {data.idx_path} ({data.num_documents} documents)")
+        return Source(
+            data,
+            self.seq_length,
+            seed=self.seed,
+            number=number,
+            documents=documents,
+            vocab_size=self.tokenizer.vocab_size,
+            tail=tail,
+        )
+
+
+def parse_split(text: str | None) -> list[float] | None:
+    """'98,1,1' -> three shares that sum to one (train, valid, test; missing ones are 0); None stays None."""
+    if text is None:
+        return None
+    try:
+        parts = [float(part) for part in str(text).split(",")]
+    except ValueError:
+        parts = []
+    if not 1 <= len(parts) <= 3 or min(parts) < 0 or parts[0] == 0:
+        raise DataError(f'data.split={text}: write shares of train, validation and test, as in "98,1,1"')
+    parts += [0.0] * (3 - len(parts))
+    return [part / sum(parts) for part in parts]
+
+
+def split_bounds(documents: int, shares: Sequence[float]) -> list[int]:
+    """Document numbers at which train, valid and test begin, and the end: four numbers from 0 to `documents`."""
+    bounds = [0]
+    for end in np.cumsum(shares):
+        bounds.append(min(documents, int(round(float(end) * documents))))
+    bounds[-1] = documents
+    return bounds
+
+
+def read_info(prefix: str) -> dict[str, Any] | None:
+    """PREFIX.json as `megafour prepare` wrote it; None for a dataset made by another tool."""
+    path = Path(prefix + ".json")
+    if not path.is_file():
+        return None
+    try:
+        info = json.loads(path.read_text(encoding="utf-8"))
+        return info if isinstance(info["tokenizer"], dict) else None
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path} is not the description of a dataset: {error!r}") from error
+
+
+def check_tokenizer(prefix: str, tokenizer: TokenizerInfo) -> None:
+    """Refuses a dataset that was prepared with another tokenizer than the run's."""
+    info = read_info(prefix)
+    if info and tokenizer.hash and info["tokenizer"].get("hash") != tokenizer.hash:
+        other = info["tokenizer"]
+        raise DataError(
+            f"{prefix}.json: prepared with another {other.get('kind')} tokenizer (vocabulary {other.get('vocab_size')}, hash "
+            f"{other.get('hash')}) than data.tokenizer ({tokenizer.kind}, vocabulary {tokenizer.vocab_size}, hash {tokenizer.hash})"
+        )

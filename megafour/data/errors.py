@@ -1,0 +1,5 @@
+"""The one exception of the data package."""
+
+
+class DataError(Exception):
+    """Data that cannot be used as asked; the message is one line that names the file and what to change."""
