@@ -1,0 +1,75 @@
+"""`megafour VERB …`: finds the verb's file, runs it, and turns what it raises into one line and an exit code."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import pkgutil
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+import megafour
+import megafour.cli
+
+EXIT_CODES = {"ConfigError": 2, "DataError": 1, "CheckpointError": 1}
+"""Failures that a user can mend: shown as one `error:` line, without a traceback. Known by name, so that a verb that
+reads no checkpoint imports no torch just to name its error."""
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose complaint is one line, said once under torchrun."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print `error: …` and exit 2."""
+        complain(f"{message} (see `{self.prog} --help`)")
+        sys.exit(2)
+
+
+def verbs() -> list[str]:
+    """The verbs there are: each is a file of this folder, with `add_parser(subparsers)` and `run(args) -> int`."""
+    return sorted(m.name for m in pkgutil.iter_modules(megafour.cli.__path__)
+                  if m.name != "main" and not m.name.startswith("_"))
+
+
+def complain(message: str) -> None:
+    """Print one `error:` line to stderr; under torchrun only local rank 0 does."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print("error: " + " ".join(message.split()), file=sys.stderr, flush=True)
+
+
+def exit_code(error: BaseException) -> int | None:
+    """The exit code of a failure that one line explains; None for one that deserves its traceback."""
+    return next((EXIT_CODES[c.__name__] for c in type(error).__mro__ if c.__name__ in EXIT_CODES), None)
+
+
+def build_parser(names: Sequence[str]) -> Parser:
+    """The parser that knows `names`; only their modules are imported."""
+    parser = Parser(prog="megafour", description="4D-parallel LLM pretraining: every mesh is the same model.")
+    parser.add_argument("--version", action="version", version=f"megafour {megafour.__version__}")
+    subparsers = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
+    for name in names:
+        importlib.import_module(f"megafour.cli.{name}").add_parser(subparsers)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one verb; the exit code is 0 when it did what it says, 2 for a wrong argument or config, else 1."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    known = verbs()
+    args = build_parser(argv[:1] if argv and argv[0] in known else known).parse_args(argv)
+    try:
+        return int(importlib.import_module(f"megafour.cli.{args.verb}").run(args) or 0)
+    except KeyboardInterrupt:
+        complain("interrupted")
+        return 1
+    except BrokenPipeError:    # the reader of our output (`| head`) has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception as error:
+        code = exit_code(error)
+        if code is None:
+            raise
+        complain(str(error))
+        return code

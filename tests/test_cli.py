@@ -1,0 +1,66 @@
+"""The command line's manners: exit codes, one error line, said once."""
+
+import pytest
+
+from megafour.cli import main as cli
+from megafour.config.errors import ConfigError
+
+
+class Verb:
+    """Stands in for a verb's module."""
+
+    def __init__(self, outcome):
+        self.outcome = outcome
+
+    def add_parser(self, subparsers):
+        subparsers.add_parser("try").add_argument("--n", type=int)
+
+    def run(self, args):
+        if isinstance(self.outcome, Exception):
+            raise self.outcome
+        return self.outcome
+
+
+@pytest.fixture
+def verb(monkeypatch):
+    def install(outcome):
+        monkeypatch.setattr(cli, "verbs", lambda: ["try"])
+        monkeypatch.setattr(cli.importlib, "import_module", lambda name: Verb(outcome))
+    return install
+
+
+class DataError(Exception):
+    pass
+
+
+@pytest.mark.parametrize("outcome, code", [(0, 0), (None, 0), (1, 1), (ConfigError("lr: no\n number"), 2),
+                                           (DataError("corpus.jsonl:3: not JSON"), 1)])
+def test_exit_codes(verb, capsys, outcome, code):
+    verb(outcome)
+    assert cli.main(["try"]) == code
+    err = capsys.readouterr().err
+    assert err.count("\n") == err.count("error: ") == (1 if isinstance(outcome, Exception) else 0)
+
+
+def test_a_bug_keeps_its_traceback(verb):
+    verb(ZeroDivisionError("oops"))
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["try"])
+
+
+@pytest.mark.parametrize("argv", [["try", "--n", "x"], ["nonsense"], []])
+@pytest.mark.parametrize("local_rank, lines", [("0", 1), ("3", 0)])
+def test_a_wrong_argument_is_one_line_and_exit_2(verb, capsys, monkeypatch, argv, local_rank, lines):
+    verb(0)
+    monkeypatch.setenv("LOCAL_RANK", local_rank)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(argv)
+    err = capsys.readouterr().err
+    assert ended.value.code == 2 and err.count("\n") == lines and err.startswith("error: " if lines else "")
+
+
+def test_every_verb_has_a_help(capsys):
+    for name in cli.verbs():
+        with pytest.raises(SystemExit) as ended:
+            cli.main([name, "--help"])
+        assert ended.value.code == 0 and f"megafour {name}" in capsys.readouterr().out
