@@ -272,6 +272,10 @@ class Config(Section):
 
     _source: str | None = PrivateAttr(default=None)
 
+    def __eq__(self, other: object) -> bool:
+        """Equal values; the file that they came from does not count."""
+        return isinstance(other, Config) and self.model_dump() == other.model_dump()
+
     @property
     def source(self) -> str | None:
         """The file that the configuration was loaded from, for messages."""

@@ -1,0 +1,170 @@
+"""Every rule between keys, each with its equation in numbers, and `resolve`, which fills in what `auto` stands for."""
+
+from collections.abc import Callable, Iterator
+
+from megafour.config.errors import ConfigError
+from megafour.config.rules_model import model_rules
+from megafour.config.rules_training import training_rules
+from megafour.config.rules_version import version_rules
+from megafour.config.schema import Config
+
+Rule = Callable[[Config], Iterator[str]]
+"""Yields one message for each way in which a configuration breaks it."""
+
+AXES = ("tp", "ulysses", "ring", "dp", "pp")
+"""Axes of `parallel.order`; cp is ulysses · ring."""
+
+
+def resolve(config: Config, world: int, data: bool = True) -> Config:
+    """Check every rule and fill in every value that follows from others.
+
+    Args:
+        config: as loaded.
+        world: number of ranks.
+        data: whether datasets are needed; a plan or a verification has its own.
+    Returns:
+        the configuration with numbers for parallel.dp, train.steps, model.max_position_embeddings,
+        lr_schedule.decay_steps and so on; model.vocab_size stays `auto` until the tokenizer is known. Resolving it
+        again for the same world changes nothing.
+    Raises:
+        ConfigError: for the first broken rule.
+    """
+    _check(config, version_rules)
+    resolved = _filled(config, _data_parallel(config, world))
+    _check(resolved, mesh_rules, model_rules, training_rules)
+    if data and not resolved.data.train:
+        _refuse(config, "data.train is empty: give it at least one dataset, such as data.train=[{path: data/corpus}]")
+    return resolved
+
+
+def broken_rules(config: Config) -> list[str]:
+    """Every broken rule of a configuration whose parallel.dp is a number."""
+    return [message for rules in (version_rules, mesh_rules, model_rules, training_rules) for message in rules(config)]
+
+
+def _check(config: Config, *groups: Rule) -> None:
+    for rules in groups:
+        for message in rules(config):
+            _refuse(config, message)
+
+
+def _refuse(config: Config, message: str) -> None:
+    raise ConfigError(f"{config.source}: {message}" if config.source else message)
+
+
+def _data_parallel(config: Config, world: int) -> int:
+    """dp from world = dp · pp · tp · cp."""
+    p = config.parallel
+    model_ranks = p.pp * p.tp * p.cp
+    factors = f"parallel.pp {p.pp} · parallel.tp {p.tp} · parallel.cp {p.cp}"
+    if p.dp == "auto":
+        if world % model_ranks:
+            _refuse(config, f"world = dp · pp · tp · cp: {world} ranks are not a multiple of {factors} = {model_ranks}; "
+                            "change the number of ranks, parallel.pp, parallel.tp or parallel.cp")
+        return world // model_ranks
+    if world != p.dp * model_ranks:
+        fix = f"launch {p.dp * model_ranks} ranks or set parallel.dp=auto"
+        _refuse(config, f"world = dp · pp · tp · cp: {world} ranks ≠ parallel.dp {p.dp} · {factors} = "
+                        f"{p.dp * model_ranks}; {fix}")
+    return int(p.dp)
+
+
+def _filled(config: Config, dp: int) -> Config:
+    """The configuration with derived values written out."""
+    model, train, schedule = config.model, config.train, config.lr_schedule
+    steps = train.steps
+    if steps is None and train.tokens is not None:
+        steps = -(-train.tokens // (train.global_batch_size * config.data.seq_length))
+    elif train.tokens is not None:
+        _refuse(config, f"train.steps = {steps} and train.tokens = {train.tokens} both give the length: set one to null")
+    if steps is None:
+        _refuse(config, "the length of training is missing: set train.steps or train.tokens")
+        raise AssertionError
+    decay = schedule.decay_steps
+    if decay is None and schedule.name != "constant":
+        decay = max(1, steps // 10) if schedule.name == "wsd" else steps
+    is_path = model.preset is not None and "/" in model.preset.replace("\\", "/")
+    return config.replace({
+        "run.dir": config.run_dir,
+        "checkpoint.dir": config.checkpoint_dir if config.checkpoint.dir else None,
+        # The keys below are written out in full, so that the resolved file does not need the folder any more.
+        "model.preset": None if is_path else model.preset,
+        "model.num_key_value_heads": model.kv_heads,
+        "model.head_dim": model.head_dim or _head_dim(config),
+        "model.ffn_hidden_size": model.ffn_size,
+        "model.max_position_embeddings": model.max_position_embeddings or config.data.seq_length,
+        "parallel.dp": dp,
+        "parallel.context.ulysses": 1 if config.parallel.context.ulysses == "auto" else config.parallel.context.ulysses,
+        "train.steps": steps,
+        "train.tokens": None,
+        "lr_schedule.decay_steps": decay,
+    })
+
+
+def _head_dim(config: Config) -> int:
+    hidden, heads = config.model.hidden_size, config.model.num_attention_heads
+    if hidden % heads:
+        _refuse(config, f"head_dim = hidden_size / num_attention_heads: model.hidden_size {hidden} is not a multiple of "
+                        f"model.num_attention_heads {heads}; change one of them or set model.head_dim")
+    return hidden // heads
+
+
+def mesh_rules(config: Config) -> Iterator[str]:
+    """Batch, sequence and layers against the mesh."""
+    yield from _batch(config)
+    yield from _sequence(config)
+    yield from _partition(config)
+    yield from _order(config)
+
+
+def _batch(config: Config) -> Iterator[str]:
+    batch, micro, dp = config.train.global_batch_size, config.train.micro_batch_size, config.parallel.dp
+    assert isinstance(dp, int)
+    if batch % (dp * micro):
+        yield (f"global batch = dp · micro batch · accumulation: train.global_batch_size {batch} is not a multiple of "
+               f"parallel.dp {dp} · train.micro_batch_size {micro} = {dp * micro}; set train.global_batch_size to "
+               f"{_multiples(batch, dp * micro)}, or change train.micro_batch_size")
+
+
+def _multiples(value: int, unit: int) -> str:
+    """The multiples of `unit` on both sides of `value`, in words."""
+    below = value // unit * unit
+    return f"{below} or {below + unit}" if below else f"{unit}"
+
+
+def _sequence(config: Config) -> Iterator[str]:
+    seq, cp, tp = config.data.seq_length, config.parallel.cp, config.parallel.tp
+    if cp > 1 and seq % (2 * cp):
+        yield (f"zigzag: data.seq_length {seq} is not a multiple of 2 · parallel.cp {cp} = {2 * cp}; set data.seq_length "
+               f"to {_multiples(seq, 2 * cp)}, or change parallel.cp")
+    elif config.parallel.sequence_parallel and tp > 1 and seq // cp % tp:
+        yield (f"sequence parallel: data.seq_length {seq} / parallel.cp {cp} = {seq // cp} is not a multiple of "
+               f"parallel.tp {tp}; change data.seq_length or set parallel.sequence_parallel=false")
+
+
+def _partition(config: Config) -> Iterator[str]:
+    layers, pp, partition = config.model.num_layers, config.parallel.pp, config.parallel.pipeline.partition
+    if pp > layers:
+        yield (f"no empty stage: parallel.pp {pp} is more than model.num_layers {layers}; "
+               f"lower parallel.pp to {layers} or less")
+    if partition == "auto":
+        return
+    counts = [int(count) for count in partition]
+    total = " + ".join(map(str, counts))
+    if len(counts) != pp:
+        yield (f"one count a stage: parallel.pipeline.partition [{', '.join(map(str, counts))}] has {len(counts)} entries "
+               f"and parallel.pp is {pp}; change parallel.pipeline.partition")
+    elif min(counts) < 1:
+        yield (f"no empty stage: parallel.pipeline.partition [{', '.join(map(str, counts))}] gives stage "
+               f"{counts.index(min(counts))} {min(counts)} layers; give each at least 1")
+    elif sum(counts) != layers:
+        yield (f"no layer dropped: parallel.pipeline.partition {total} = {sum(counts)} ≠ model.num_layers {layers}; "
+               "change parallel.pipeline.partition")
+
+
+def _order(config: Config) -> Iterator[str]:
+    order = config.parallel.order
+    if order in ("auto", "pp-outer", "pp-inner") or sorted(order.split("-")) == sorted(AXES):
+        return
+    yield (f"parallel.order = {order} is not an order of ranks: use auto, pp-outer, pp-inner, or {', '.join(AXES)} each "
+           f"once, fastest first, joined by -, such as {'-'.join(AXES)}")

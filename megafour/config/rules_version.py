@@ -1,0 +1,45 @@
+"""Values that the schema knows and this version does not support yet: refused at start, with the reason."""
+
+from collections.abc import Iterator
+
+from megafour.config.schema import Config
+
+SCHEDULES = ("1f1b", "gpipe")
+"""Pipeline schedules of this version."""
+
+
+def version_rules(config: Config) -> Iterator[str]:
+    """One message for each value that this version does not support."""
+    for key, value, wrong, reason in _table(config):
+        if wrong:
+            text = str(value).lower() if isinstance(value, bool) else value
+            yield f"{key} = {text} is not supported by this version: {reason}"
+
+
+def _table(config: Config) -> Iterator[tuple[str, object, bool, str]]:
+    """(key, value, whether it is refused, what to set instead)."""
+    model, parallel = config.model, config.parallel
+    context, pipeline = parallel.context, parallel.pipeline
+    yield ("model.attention_window", model.attention_window, model.attention_window is not None,
+           "attention sees all earlier tokens; set model.attention_window=null")
+    yield ("data.document_mask", config.data.document_mask, config.data.document_mask,
+           "packed documents see each other; set data.document_mask=false")
+    yield ("parallel.context.method", context.method, context.method != "ring",
+           "the one method is ring; set parallel.context.method=ring")
+    yield ("parallel.context.layout", context.layout, context.layout != "zigzag",
+           "the one layout is zigzag; set parallel.context.layout=zigzag")
+    yield ("parallel.context.ulysses", context.ulysses, context.ulysses not in ("auto", 1),
+           "the whole cp axis is a ring; set parallel.context.ulysses=auto")
+    yield ("parallel.context.inner_ring", context.inner_ring, context.inner_ring is not None,
+           "there is one ring; set parallel.context.inner_ring=null")
+    yield ("parallel.pipeline.schedule", pipeline.schedule, pipeline.schedule not in SCHEDULES,
+           f"set parallel.pipeline.schedule to {' or '.join(SCHEDULES)}")
+    yield ("parallel.pipeline.virtual_stages", pipeline.virtual_stages, pipeline.virtual_stages not in (None, 1),
+           "a pipeline rank holds one stage; set parallel.pipeline.virtual_stages=null")
+    yield ("parallel.ep", parallel.ep, parallel.ep != 1, "there are no experts to split; set parallel.ep=1")
+    yield ("parallel.zero_stage", parallel.zero_stage, parallel.zero_stage > 1,
+           "gradients and weights are not sharded; set parallel.zero_stage to 0 or 1")
+    yield ("checkpoint.asynchronous", config.checkpoint.asynchronous, config.checkpoint.asynchronous,
+           "saves are synchronous; set checkpoint.asynchronous=false")
+    yield ("logging.timeline", config.logging.timeline, config.logging.timeline,
+           "no timeline is recorded; set logging.timeline=false")
