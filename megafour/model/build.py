@@ -1,0 +1,90 @@
+"""What every layer's constructor needs: the architecture, the mesh, where and in which dtype weights live."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from megafour.comm.group import Group
+from megafour.config.schema import Config, ModelConfig
+from megafour.mesh import Mesh
+from megafour.parallel.random import AttentionDropout, DropoutAddress, address
+
+
+class AttentionCore(Protocol):
+    """softmax(q k^T) v on this rank's tokens: `[b, s, heads, head_dim]` in and out, causal by global position."""
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, dropout: AttentionDropout | None) -> Tensor:
+        """Attention of local queries over every key that precedes them in the whole sequence."""
+        ...
+
+
+@dataclass(frozen=True)
+class Build:
+    """Handed down to every layer of one stage."""
+
+    config: Config
+    mesh: Mesh
+    dtype: torch.dtype
+    device: torch.device
+    attention: AttentionCore
+    vocab_size: int
+    positions: Tensor
+    """Global positions of this rank's tokens, `[s_local]`."""
+
+    @property
+    def model(self) -> ModelConfig:
+        """The architecture."""
+        return self.config.model
+
+    @property
+    def tp(self) -> Group:
+        """The tensor-parallel group."""
+        return self.mesh.group("tp")
+
+    @property
+    def sequence_parallel(self) -> bool:
+        """Whether norms, dropout and the residual hold a shard of the sequence."""
+        return self.config.parallel.sequence_parallel and self.tp.size > 1
+
+    @property
+    def placement(self) -> dict[str, Any]:
+        """Keyword arguments of every parallel linear."""
+        return dict(sequence_parallel=self.sequence_parallel, dtype=self.dtype, device=self.device)
+
+    @property
+    def output_std(self) -> float:
+        """Initial std of the projections that write into the residual: init_std / sqrt(2·layers) (Radford 2019)."""
+        return self.model.init_std / math.sqrt(2 * self.model.num_layers)
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What one forward pass of one micro-batch knows besides its activations."""
+
+    cos: Tensor | None = None
+    sin: Tensor | None = None
+    seed: int = 0
+    step: int = 0
+    dropout: bool = False
+    """Whether dropout is on (training)."""
+    sample_ids: Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.int64))
+    """`[b]`: the samples' indices in the global batch."""
+    tokens: Tensor = field(default_factory=lambda: torch.zeros(0, 1, dtype=torch.int64))
+    """`[s_shard, b]`: ids of the tokens in the residual stream (a sequence shard under sequence parallelism)."""
+    recompute: str = "none"
+
+    def hidden(self, layer: int) -> DropoutAddress | None:
+        """The address of a layer's hidden-dropout bits; None when dropout is off. Layer -1 is the embedding."""
+        return DropoutAddress(self.seed, self.step, layer, self.tokens) if self.dropout else None
+
+    def attention(self, p: float, layer: int, seq_length: int, first_head: int, heads: int) -> AttentionDropout | None:
+        """The attention-dropout bits of a layer; None when dropout is off."""
+        if not self.dropout or p == 0.0:
+            return None
+        key = address(self.seed, "dropout", self.step, layer, "probabilities")
+        return AttentionDropout(p, key, seq_length, self.sample_ids, first_head, heads)

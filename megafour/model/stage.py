@@ -1,0 +1,107 @@
+"""One pipeline stage, built in one place: which layers, embedding and head this rank holds, and their first values."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from megafour.config.schema import Config
+from megafour.kernels.attention import select_attention
+from megafour.mesh import Mesh
+from megafour.model.build import AttentionCore, Build, Pass
+from megafour.model.decoder import Decoder
+from megafour.model.rope import rope_tables
+from megafour.parallel.context import attention_over
+from megafour.parallel.context.layout import Layout
+from megafour.parallel.pieces import named_pieces
+from megafour.parallel.pipeline.partition import partition_layers
+from megafour.parallel.random import normal_rectangle
+
+if TYPE_CHECKING:
+    from megafour.data.batch import MicroBatch
+
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""`train.precision` -> dtype of weights and activations."""
+
+
+def layout_of(config: Config, mesh: Mesh) -> Layout:
+    """Which positions of a sequence each context-parallel rank holds."""
+    return Layout(config.data.seq_length, mesh.cp, config.parallel.context.layout)
+
+
+class Stage(nn.Module):
+    """A decoder part together with all that its forward needs to know about this rank's tokens."""
+
+    def __init__(self, build: Build, layers: range) -> None:
+        super().__init__()
+        self.build = build
+        pp = build.mesh.group("pp")
+        self.is_first, self.is_last = pp.rank == 0, pp.rank == pp.size - 1
+        self.decoder = Decoder(build, layers, first=self.is_first, last=self.is_last)
+        self.positions = build.positions.to(build.device)
+        self.cos: Tensor | None = None
+        self.sin: Tensor | None = None
+        if build.model.position == "rope" and build.device.type != "meta":
+            self.cos, self.sin = rope_tables(self.positions, build.model.head_size, build.model.rope_theta,
+                                             build.model.rope_scaling, build.dtype)
+
+    @property
+    def sequence_shard(self) -> slice:
+        """The part of this rank's tokens that its residual stream holds: all, or 1/tp under sequence parallelism."""
+        n, tp = len(self.build.positions), self.build.tp
+        return slice(tp.rank * n // tp.size, (tp.rank + 1) * n // tp.size) if self.build.sequence_parallel else slice(n)
+
+    def activation_shape(self, micro_batch_size: int) -> tuple[int, int, int]:
+        """Shape of what travels between stages, `[s(/tp), b, h]`."""
+        shard = self.sequence_shard
+        return (len(self.build.positions[shard]), micro_batch_size, self.build.model.hidden_size)
+
+    def make_pass(self, batch: MicroBatch, *, step: int, train: bool) -> Pass:
+        """Everything a forward of this micro-batch needs besides its activations."""
+        cfg = self.build.config
+        tokens = batch.sample_ids[None, :] * cfg.data.seq_length + self.build.positions[self.sequence_shard][:, None]
+        return Pass(cos=self.cos, sin=self.sin, seed=cfg.run.seed, step=step, dropout=train,
+                    sample_ids=batch.sample_ids, tokens=tokens, recompute=cfg.train.recompute if train else "none")
+
+    def forward(self, batch: MicroBatch, x: Tensor | None, scale: Tensor, *, step: int, train: bool) -> Tensor:
+        """Activations `[s(/tp), b, h]`, or on the last stage the scaled sum of token losses, 0-D."""
+        hidden = self.hidden(batch, x, self.make_pass(batch, step=step, train=train))
+        if self.decoder.head is None:
+            return hidden
+        return self.decoder.head.loss(hidden, batch.labels, scale)[0]
+
+    def hidden(self, batch: MicroBatch, x: Tensor | None, passed: Pass) -> Tensor:
+        """Activations after this stage's layers, `[s(/tp), b, h]`."""
+        return self.decoder.hidden(batch.tokens if x is None else x, passed, self.positions[self.sequence_shard])
+
+
+def build_stage(config: Config, mesh: Mesh, vocab_size: int, *, attention: AttentionCore | None = None,
+                device: torch.device | None = None) -> Stage:
+    """Build this rank's stage with uninitialised weights, on the mesh's device unless told (`meta` builds none)."""
+    device = device or mesh.device
+    dtype = DTYPES[config.train.precision]
+    layout = layout_of(config, mesh)
+    if attention is None:
+        dropout = config.model.attention_dropout > 0
+        backend = select_attention(config.kernels.attention, mesh.device.type, dtype, dropout)
+        attention = attention_over(config.parallel.context.method, layout, mesh, backend)
+    first, count = partition_layers(config, mesh.pp, vocab_size)[mesh.group("pp").rank]
+    positions = layout.positions(mesh.group("cp").rank)
+    build = Build(config, mesh, dtype, device, attention, vocab_size, positions)
+    return Stage(build, range(first, first + count))
+
+
+@torch.no_grad()
+def initialize(stage: nn.Module, seed: int) -> None:
+    """Fill every weight from (seed, logical name, global index): alike on every mesh; padding rows are zero."""
+    for param in stage.parameters():
+        param.zero_()
+    for param, piece in named_pieces(stage):
+        view = piece.view(param)
+        if piece.init == "ones":
+            view.fill_(1.0)
+        elif piece.init == "normal":
+            values = normal_rectangle(seed, piece.name, piece.offset, piece.size)
+            view.copy_(values.mul_(piece.std))

@@ -1,0 +1,133 @@
+"""Column- and row-parallel linear layers with Megatron sequence-parallel regions at their outer edges."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megafour.comm import primitives
+from megafour.comm.group import Group
+from megafour.parallel.grads import has_main_grad, weight_grad
+from megafour.parallel.pieces import Piece, set_pieces
+
+
+class _Column(torch.autograd.Function):
+    """y = gather(x) W^T; backward overlaps the gather of x with dX, and the reduction of dX with dW."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: nn.Parameter, group: Group, sequence_parallel: bool) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.group, ctx.sp = weight, group, sequence_parallel
+        full = primitives.all_gather(x, group) if sequence_parallel else x
+        return F.linear(full, weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        (x,) = ctx.saved_tensors
+        weight, group = ctx.weight, ctx.group
+        # Only the shard of x is kept between the passes (Korthikanti et al. 2022, section 4.2.2): gathered anew here.
+        gathered = primitives.all_gather(x, group, async_op=True) if ctx.sp else None
+        flat = grad.reshape(-1, grad.shape[-1])
+        grad_x = (flat @ weight).view(*grad.shape[:-1], weight.shape[1])
+        full = gathered.wait() if gathered is not None else x
+        move = primitives.reduce_scatter if ctx.sp else primitives.all_reduce
+        moving = move(grad_x, group, async_op=True)
+        grad_w = weight_grad(weight, flat, full.reshape(-1, full.shape[-1]))
+        return moving.wait(), grad_w, None, None
+
+
+class _Row(torch.autograd.Function):
+    """y = reduce(x W^T), summed over the group, scattered along the sequence under sequence parallelism."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: nn.Parameter, group: Group, sequence_parallel: bool) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.group, ctx.sp = weight, group, sequence_parallel
+        partial = F.linear(x, weight)
+        return (primitives.reduce_scatter if sequence_parallel else primitives.all_reduce)(partial, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        (x,) = ctx.saved_tensors
+        weight = ctx.weight
+        full = primitives.all_gather(grad, ctx.group) if ctx.sp else grad
+        flat = full.reshape(-1, full.shape[-1])
+        grad_x = (flat @ weight).view(*full.shape[:-1], weight.shape[1])
+        return grad_x, weight_grad(weight, flat, x.reshape(-1, x.shape[-1])), None, None
+
+
+def _apply(function: Any, x: Tensor, weight: nn.Parameter, group: Group, sequence_parallel: bool) -> Tensor:
+    if group.size == 1 and not has_main_grad(weight):
+        return F.linear(x, weight)
+    return function.apply(x, weight, group, sequence_parallel)
+
+
+class ColumnParallelLinear(nn.Module):
+    """A linear layer whose output features are split over the group; several logical weights may be fused by rows.
+
+    Input `[s, b, in]`, or its sequence shard `[s/n, b, in]` under sequence parallelism; output `[s, b, out_local]`.
+    (Shoeybi et al. 2019, section 3; Korthikanti et al. 2022, section 4.2.2.)
+    """
+
+    def __init__(self, in_features: int, weights: list[Piece], biases: list[Piece], group: Group, *,
+                 sequence_parallel: bool, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.group, self.sequence_parallel = group, sequence_parallel and group.size > 1
+        rows = sum(p.size[0] for p in weights)
+        self.weight = set_pieces(nn.Parameter(torch.empty(rows, in_features, dtype=dtype, device=device)), weights)
+        self.bias = set_pieces(nn.Parameter(torch.empty(rows, dtype=dtype, device=device)), biases) if biases else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[s(/n), b, in]` -> `[s, b, out_local]`."""
+        y = _apply(_Column, x, self.weight, self.group, self.sequence_parallel)
+        return y if self.bias is None else y + self.bias
+
+
+class RowParallelLinear(nn.Module):
+    """A linear layer whose input features are split over the group; its partial outputs are summed.
+
+    Input `[s, b, in_local]`; output `[s, b, out]`, or the sequence shard `[s/n, b, out]` under sequence parallelism.
+    The bias is added after the sum, so that it counts once.
+    """
+
+    def __init__(self, out_features: int, weight: Piece, bias: Piece | None, group: Group, *,
+                 sequence_parallel: bool, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.group, self.sequence_parallel = group, sequence_parallel and group.size > 1
+        local = torch.empty(out_features, weight.size[1], dtype=dtype, device=device)
+        self.weight = set_pieces(nn.Parameter(local), [weight])
+        self.bias = set_pieces(nn.Parameter(torch.empty(out_features, dtype=dtype, device=device)), [bias]) if (
+            bias is not None) else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[s, b, in_local]` -> `[s(/n), b, out]`."""
+        y = _apply(_Row, x, self.weight, self.group, self.sequence_parallel)
+        return y if self.bias is None else y + self.bias
+
+
+def column_pieces(outputs: dict[str, int], in_features: int, group: Group, std: float,
+                  kind: str = "weight") -> list[Piece]:
+    """The rows of several logical `[out, in]` weights (or `[out]` biases) that this rank fuses, in the given order."""
+    pieces, row = [], 0
+    for name, out in outputs.items():
+        local = out // group.size
+        tail = (in_features,) if kind == "weight" else ()
+        pieces.append(Piece(f"{name}.{kind}", (out, *tail), (group.rank * local, *([0] * len(tail))), (local, *tail),
+                            row=row, std=std, init="normal" if kind == "weight" else "zeros"))
+        row += local
+    return pieces
+
+
+def row_piece(name: str, out_features: int, in_features: int, group: Group, std: float) -> Piece:
+    """The columns of one logical `[out, in]` weight that this rank holds."""
+    local = in_features // group.size
+    return Piece(f"{name}.weight", (out_features, in_features), (0, group.rank * local), (out_features, local), std=std)
+
+
+def replicated_piece(name: str, size: int, group: Group, *, summed: bool, init: str) -> Piece:
+    """A 1-D weight held whole by every rank of the group; `summed` when each rank sees only part of its gradient."""
+    return Piece(name, (size,), (0,), (size,), reduce="tp" if summed and group.size > 1 else None,
+                 counted=group.rank == 0, init=init)

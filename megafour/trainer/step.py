@@ -1,0 +1,150 @@
+"""One training step, top to bottom: the order of things, and nothing between."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megafour.comm import primitives
+from megafour.data.batch import MicroBatch
+from megafour.mesh import Mesh
+from megafour.model.stage import Stage
+from megafour.optim.optimizer import ShardedOptimizer
+from megafour.parallel.data.buckets import GradientBuckets, squared_norm, sync_replicated
+from megafour.parallel.pipeline.executor import Pipeline
+from megafour.parallel.tensor.cross_entropy import IGNORE
+from megafour.trainer.scaler import LossScaler
+
+
+@dataclass
+class StepResult:
+    """What a step tells: equal on every rank."""
+
+    loss: float
+    """Sum over all valid tokens of the global batch, divided by their number."""
+    grad_norm: float
+    """Global norm before clipping."""
+    applied: bool
+    """Whether the weights were updated; False when a gradient or the loss was not finite."""
+    flags: float = 0.0
+    """Sum over ranks of the flag that each passed (a stop was asked for)."""
+
+
+@dataclass
+class TrainState:
+    """The parts that a step moves."""
+
+    mesh: Mesh
+    stage: Stage
+    buckets: GradientBuckets
+    optimizer: ShardedOptimizer
+    pipeline: Pipeline
+    scaler: LossScaler
+    groups: dict
+    """Groups by the names that pieces give (`tp`, `kv`, `embedding`)."""
+    grad_clip: float
+
+
+def train_step(state: TrainState, batches: list[MicroBatch], step: int, lr: float, flag: float = 0.0) -> StepResult:
+    """Train on this rank's micro-batches of the global batch. Every rank of the mesh calls it together."""
+    valid = count_valid_tokens(batches, state.mesh)
+    loss_part = forward_backward(state, batches, step, valid)
+    state.buckets.finish_reduction()
+    set_phase(state.mesh, "sync")
+    sync_replicated(state.buckets.buckets, state.groups)
+    loss, norm, flags = sum_over_world(state, loss_part, flag)
+    norm = norm / state.scaler.scale
+    finite = math.isfinite(loss) and math.isfinite(norm)
+    if finite:
+        set_phase(state.mesh, "optimizer")
+        clip = min(1.0, state.grad_clip / (norm + 1e-6)) if state.grad_clip > 0 else 1.0
+        state.optimizer.step(lr, clip / state.scaler.scale)
+    state.scaler.update(finite)
+    return StepResult(loss, norm, finite, flags)
+
+
+def forward_backward(state: TrainState, batches: list[MicroBatch], step: int, valid: int, *,
+                     reduce: bool = True) -> Tensor:
+    """Run the schedule; gradients of (sum of losses) / `valid` accumulate in fp32. Returns this rank's part of the loss.
+
+    The division by the global number of valid tokens comes before backward, so that no later stage scales anything.
+    """
+    state.buckets.zero()
+    stage, device = state.stage, state.mesh.device
+    dtype = torch.promote_types(stage.build.dtype, torch.float32)
+    scale = torch.tensor(state.scaler.scale / max(valid, 1), dtype=dtype, device=device)
+    losses: list[Tensor] = []
+
+    def forward(index: int, x: Tensor | None) -> Tensor:
+        set_phase(state.mesh, "forward")
+        out = stage(batches[index], x, scale, step=step, train=True)
+        if stage.is_last:
+            losses.append(out.detach())
+        return out
+
+    def before_backward(index: int, last: bool) -> None:
+        set_phase(state.mesh, "backward")
+        if last and reduce:
+            state.buckets.start_reduction()
+
+    state.pipeline.run(len(batches), forward, shape=stage.activation_shape(batches[0].tokens.shape[0]),
+                       dtype=stage.build.dtype, device=device, before_backward=before_backward)
+    total = torch.stack(losses).double().sum() if losses else torch.zeros((), dtype=torch.float64, device=device)
+    return total / state.scaler.scale
+
+
+def count_valid_tokens(batches: list[MicroBatch], mesh: Mesh) -> int:
+    """Trained tokens of the global batch, counted once, over dp×cp."""
+    count = torch.stack([(b.labels != IGNORE).sum() for b in batches]).sum().to(mesh.device)
+    return int(control_sum(count, mesh, "dp_cp"))
+
+
+def sum_over_world(state: TrainState, loss_part: Tensor, flag: float) -> tuple[float, float, float]:
+    """(loss, gradient norm, flags), each summed with every logical part counted once, in one small all-reduce."""
+    mesh, squares = state.mesh, squared_norm(state.buckets.buckets)
+    counts_loss = state.stage.is_last and mesh.group("tp").rank == 0
+    counts_norm = state.buckets.sharded or mesh.group("dp_cp").rank == 0
+    zero = torch.zeros((), dtype=torch.float64, device=mesh.device)
+    parts = torch.stack([loss_part.double() if counts_loss else zero, squares if counts_norm else zero, zero + flag])
+    # A part that is not counted may still be the one that is not finite: it must reach every rank.
+    parts = torch.where(torch.isfinite(squares), parts, parts + torch.tensor([0.0, math.nan, 0.0]).to(parts))
+    loss, square, flags = control_sum(parts, mesh, "world").tolist()
+    return loss, math.sqrt(square) if square >= 0 else math.nan, flags
+
+
+def control_sum(x: Tensor, mesh: Mesh, group: str) -> Tensor:
+    """All-reduce a control scalar, which the ledger keeps apart from the step's tensors."""
+    phase = mesh.ledger.phase if mesh.ledger else ""
+    set_phase(mesh, "control")
+    primitives.all_reduce(x, mesh.group(group))
+    set_phase(mesh, phase)
+    return x
+
+
+def set_phase(mesh: Mesh, phase: str) -> None:
+    """Tell the ledger, if there is one, what the step is doing."""
+    if mesh.ledger is not None:
+        mesh.ledger.phase = phase
+
+
+def evaluate_batch(state: TrainState, batches: list[MicroBatch]) -> tuple[float, int]:
+    """(sum of token losses, number of trained tokens) of one global batch, forward only through the pipeline."""
+    stage, device = state.stage, state.mesh.device
+    valid = count_valid_tokens(batches, state.mesh)
+    one = torch.ones((), dtype=torch.promote_types(stage.build.dtype, torch.float32), device=device)
+
+    def forward(index: int, x: Tensor | None) -> Tensor:
+        return stage(batches[index], x, one, step=0, train=False)
+
+    with torch.no_grad():
+        losses = state.pipeline.run_forward(
+            len(batches), forward, shape=stage.activation_shape(batches[0].tokens.shape[0]), dtype=stage.build.dtype,
+            device=device)
+    counted = stage.is_last and state.mesh.group("tp").rank == 0
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    if counted:
+        total = torch.stack(losses).double().sum()
+    return float(control_sum(total, state.mesh, "world")), valid
