@@ -1,0 +1,85 @@
+"""Floating-point operations of the model per token: what MFU divides by and the pipeline's partition balances.
+
+Convention: a parameter that multiplies a token's activations costs 6 FLOPs a token (2 forward, 4 backward), so 6·N
+with N every parameter but the looked-up embeddings (a tied embedding counts once, as the head). Attention's two
+products over the sequence cost 12·L·H·S a token when every pair of tokens is counted and half of that, 6·L·H·S, when
+only the causal half is, which is what is computed; H = heads × head size. Recomputation is not counted: model FLOPs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+GATED = ("swiglu", "geglu", "reglu", "glu")
+"""Activations whose MLP has a third matrix, the gate."""
+
+
+@dataclass(frozen=True)
+class Flops:
+    """Model FLOPs a token, forward and backward together, as whole numbers."""
+
+    layer_linear: int
+    """6 × the parameters of one layer."""
+    layer_attention: int
+    """The causal half of one layer's products over the sequence: 6·H·S."""
+    head: int
+    """6 × the parameters of the output projection and the last norm."""
+    embedding: int
+    """The lookup: no multiplication; counted as reading, adding and accumulating one row (3·hidden)."""
+    num_layers: int
+
+    @property
+    def layer(self) -> int:
+        """One decoder layer."""
+        return self.layer_linear + self.layer_attention
+
+    @property
+    def per_token(self) -> int:
+        """The whole model, causal attention counted half; the lookup is left out, as everybody does."""
+        return self.num_layers * self.layer + self.head
+
+    @property
+    def per_token_full_attention(self) -> int:
+        """The whole model with attention counted as 12·L·H·S, as Megatron and nanoGPT do."""
+        return self.per_token + self.num_layers * self.layer_attention
+
+
+def layer_parameters(model: Any) -> int:
+    """Parameters of one decoder layer of `model` (the config's model section, or anything with its names)."""
+    hidden, ffn = model.hidden_size, getattr(model, "ffn_size", None) or model.ffn_hidden_size
+    query, kv = model.num_attention_heads * model.head_size, model.kv_heads * model.head_size
+    up = 2 if model.activation in GATED else 1
+    matrices = hidden * (query + 2 * kv) + query * hidden + (up + 1) * hidden * ffn
+    biases = (query + 2 * kv) if getattr(model, "qkv_bias", False) else 0
+    if getattr(model, "linear_bias", False):
+        biases += hidden + up * ffn + hidden
+    norms = 2 * norm_parameters(model) + (2 * model.head_size if getattr(model, "qk_norm", False) else 0)
+    return matrices + biases + norms
+
+
+def norm_parameters(model: Any) -> int:
+    """Parameters of one norm over the hidden size: a gain, and with LayerNorm a bias."""
+    return model.hidden_size * (2 if getattr(model, "norm", "rmsnorm") == "layernorm" else 1)
+
+
+def model_flops(model: Any, seq_length: int, vocab_size: int | None = None) -> Flops:
+    """FLOPs a token of `model` at `seq_length` tokens; `vocab_size` replaces the model's own where that is `auto`."""
+    vocabulary = int(model.vocab_size) if vocab_size is None else vocab_size
+    return Flops(
+        layer_linear=6 * layer_parameters(model),
+        layer_attention=6 * model.num_attention_heads * model.head_size * seq_length,
+        head=6 * (model.hidden_size * vocabulary + norm_parameters(model)),
+        embedding=3 * model.hidden_size,
+        num_layers=model.num_layers,
+    )
+
+
+def mfu(tokens_per_second: float, flops_per_token: float, peak_tflops: float | None, world: int) -> float | None:
+    """Model FLOPs utilisation: the share of `world` devices' peak that the model's own FLOPs take; None without a peak.
+
+    `tokens_per_second` is global, `peak_tflops` is one device's, in 10¹² FLOP/s.
+    """
+    if not peak_tflops:
+        return None
+    return tokens_per_second * flops_per_token / (peak_tflops * 1e12 * world)
