@@ -3,7 +3,7 @@
 
 say() { printf '\n\033[1m==> %s\033[0m\n' "$*"; }
 
-# use_environment EXTRAS — the active environment if there is one, else .venv; sets PYTHON. A torch >= 2.11 that can
+# use_environment [EXTRAS] — the active environment if there is one, else .venv; sets PYTHON. A torch >= 2.11 that can
 # be imported is never reinstalled: its own version then replaces the pin of constraints.txt.
 use_environment() {
     if [ -n "${VIRTUAL_ENV:-}${CONDA_PREFIX:-}" ] && python -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
@@ -22,7 +22,7 @@ use_environment() {
         fi
         PYTHON=$PWD/.venv/bin/python
     fi
-    install_megafour "$1"
+    install_megafour "${1:-}"
     PATH="$(dirname "$PYTHON"):$PATH"
 }
 
@@ -47,14 +47,20 @@ if tuple(int(x) for x in torch.__version__.split(".")[:2]) >= (2, 11):
 PY
 }
 
-# install_key EXTRAS — what an install depends on; kept beside the environment so that it is done once.
-install_key() { echo "$1 $(good_torch "$PYTHON") $PWD $(cat pyproject.toml constraints.txt | cksum)"; }
+# install_key — what an install into this environment depends on.
+install_key() { echo "$(good_torch "$PYTHON") $(cat pyproject.toml constraints.txt | cksum)"; }
 
-# Installs when pyproject.toml or constraints.txt changed since the last install into this environment.
+# is_installed STAMP — whether this very folder is what the environment imports, installed with today's dependencies.
+is_installed() {
+    [ "$(cat "$1" 2>/dev/null)" = "$(install_key)" ] &&
+        [ "$(cd / && "$PYTHON" -c 'import megafour; print(megafour.__file__)' 2>/dev/null)" = "$PWD/megafour/__init__.py" ]
+}
+
+# install_megafour EXTRAS — done again only when pyproject.toml, constraints.txt or torch changed since the last time.
 install_megafour() {
     local extras=$1 stamp torch constraints
-    stamp=$("$PYTHON" -c 'import sys; print(sys.prefix)')/.megafour-installed
-    if [ "$(cat "$stamp" 2>/dev/null)" = "$(install_key "$extras")" ] && "$PYTHON" -c 'import megafour' 2>/dev/null; then
+    stamp=$("$PYTHON" -c 'import sys; print(sys.prefix)')/.megafour-installed-$extras
+    if is_installed "$stamp"; then
         return
     fi
     torch=$(good_torch "$PYTHON")
@@ -66,7 +72,7 @@ install_megafour() {
         say "Installing megafour and torch (a large download, once)"
         cp constraints.txt "$constraints"
     fi
-    "$PYTHON" -m pip install --quiet --disable-pip-version-check -c "$constraints" -e ".[$extras]"
+    "$PYTHON" -m pip install --quiet --disable-pip-version-check -c "$constraints" -e ".${extras:+[$extras]}"
     rm -f "$constraints"
-    install_key "$extras" >"$stamp" 2>/dev/null || true
+    install_key >"$stamp" 2>/dev/null || true
 }
