@@ -82,7 +82,7 @@ ALIASES: tuple[Alias, ...] = (
     _row("data.train", "--data-path --train-data-path", "training.dataset training.dataset_path dataloader.dataset",
          "train_file dataset_name", "dataset dataset_folder", "a list of {path, weight}"),
     _row("data.valid", "--valid-data-path", "validation.dataset", "validation_file eval_dataset", ""),
-    _row("data.split", "--split", "", "validation_split_percentage", "", "a list: [969, 30, 1]"),
+    _row("data.split", "--split", "", "validation_split_percentage", "", "unquoted or quoted text, `98,1,1`"),
     _row("data.seq_length", "--seq-length", "training.seq_len", "block_size max_seq_length max_length",
          "tokens.sequence_length"),
     _row("data.document_mask", "--reset-attention-mask --reset-position-ids", "", "packing", ""),
@@ -121,7 +121,8 @@ ALIASES: tuple[Alias, ...] = (
     _row("eval.every", "--eval-interval", "validation.freq", "eval_steps", "tokens.val_check_interval"),
     _row("eval.batches", "--eval-iters", "validation.steps", "", "tokens.limit_val_batches"),
     _row("checkpoint.dir", "--save", "checkpoint.folder", "", "checkpoints.checkpoints_path"),
-    _row("checkpoint.every", "--save-interval", "checkpoint.interval", "save_steps", "checkpoints.checkpoint_interval"),
+    _row("checkpoint.every", "--save-interval", "checkpoint.interval", "save_steps",
+         "checkpoints.checkpoint_interval"),
     _row("checkpoint.keep", "", "checkpoint.keep_latest_k", "save_total_limit", ""),
     _row("checkpoint.keep_every", "--save-retain-interval", "", "", ""),
     _row("checkpoint.asynchronous", "--async-save", "checkpoint.async_mode", "", ""),
@@ -132,7 +133,8 @@ ALIASES: tuple[Alias, ...] = (
     _row("kernels.attention", "--attention-backend --use-flash-attn", "", "attn_implementation",
          "_attn_implementation"),
     _row("kernels.loss", "--cross-entropy-loss-fusion", "", "use_liger_kernel", ""),
-    _row("logging.every", "--log-interval", "metrics.log_freq", "logging_steps", "logging.iteration_step_info_interval"),
+    _row("logging.every", "--log-interval", "metrics.log_freq", "logging_steps",
+         "logging.iteration_step_info_interval"),
     _row("logging.tensorboard", "--tensorboard-dir", "metrics.enable_tensorboard", "report_to",
          "general.tensorboard_logger"),
     _row("logging.wandb", "--wandb-project", "metrics.enable_wandb", "", "general.project"),
@@ -166,4 +168,4 @@ LATER: dict[str, str] = {
     "fp8_format": "fp8 training (train.fp8) is",
     "fp8_recipe": "fp8 training (train.fp8) is",
 }
-"""Families of later versions: a key, or another framework's name for one, and the subject of "… not in this version"."""
+"""Families of later versions: a key, or another framework's name for one -> the subject of "… not in this version"."""

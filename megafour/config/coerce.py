@@ -37,6 +37,8 @@ def coerce(annotation: Any, value: Any, path: Path, refuse: Refuse) -> Any:
     if value is None or (isinstance(value, Plain) and value.lower() in NULL):
         if NoneType in members:
             return None
+        if len(members) == 1 and isinstance(members[0], type) and issubclass(members[0], BaseModel):
+            return {}  # a section whose keys are all commented out
         refuse(path, f"= null is not allowed here: it must be {in_words(annotation)}")
     for member in members:
         found, result = _try(member, value, path, refuse)
@@ -101,7 +103,8 @@ def section(model: type[BaseModel], values: dict[str, Any], path: Path, refuse: 
     for key, value in values.items():
         field = model.model_fields.get(key)
         if field is None:
-            refuse((*path, key), f"= {shown(value)} is not a key of the configuration; {unknown_key(Config, path, key)}")
+            hint = unknown_key(Config, path, key)
+            refuse((*path, key), f"= {shown(value)} is not a key of the configuration; {hint}")
         result[key] = coerce(field.annotation, value, (*path, key), refuse)
     return result
 

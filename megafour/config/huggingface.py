@@ -125,7 +125,7 @@ def _rotary(keys: _Keys, family: str) -> dict[str, Any]:
 
 
 def _no_window(keys: _Keys) -> None:
-    """Refuse a sliding window that would be used; Qwen configs carry one that `use_sliding_window: false` switches off."""
+    """Refuse a sliding window in use; Qwen configs carry one that `use_sliding_window: false` switches off."""
     used = keys.take("use_sliding_window", None)
     window, _ = keys.take("sliding_window"), keys.take("max_window_layers")
     if window is not None and used is not False:

@@ -80,10 +80,14 @@ def _apply(tree: dict[str, Any], override: str, origins: dict[Path, str]) -> Non
     _reach(tree, path, source)
     *parents, last = path
     place = tree
-    for parent in parents:
-        if not isinstance(place.get(parent), dict):
+    for depth, parent in enumerate(parents):
+        if place.get(parent) in (None, ""):
             place[parent] = {}
         place = place[parent]
+        if not isinstance(place, dict):
+            where = ".".join(path[: depth + 1])
+            origin = origins.get(path[: depth + 1], source)
+            raise ConfigError(f"{origin}: {where} = {shown(place)} is not valid: it must be a mapping")
     for stale in [known for known in origins if known[: len(path)] == path]:
         del origins[stale]
     origins[path] = source

@@ -9,13 +9,14 @@ class RopeScaling(Section):
     """How rotary frequencies are stretched for long sequences; the key names are those of Hugging Face configs."""
 
     type: Literal["linear", "llama3", "yarn"] = "linear"
-    """`linear` divides positions by `factor`; `llama3` (Llama 3.1) and `yarn` (arXiv:2309.00071) stretch low frequencies only."""
+    """`linear` divides positions by `factor`; `llama3` (Llama 3.1) and `yarn` (arXiv:2309.00071) stretch low
+    frequencies only."""
 
     factor: Positive = 1.0
     """The stretch: new context length over the original one."""
 
     original_max_position_embeddings: Count | None = None
-    """`llama3`, `yarn`: the context length, in tokens, that the unscaled frequencies were made for. Required by both."""
+    """`llama3`, `yarn`: context length, in tokens, of the unscaled frequencies. Required by both."""
 
     low_freq_factor: Positive | None = None
     """`llama3`: wavelengths longer than original length / this are stretched fully. Null: 1."""
@@ -56,10 +57,11 @@ class ModelConfig(Section):
     """Width of one head. Null: hidden_size / num_attention_heads."""
 
     ffn_hidden_size: Count | None = None
-    """Width inside the MLP. Null: 4 · hidden_size without a gate, 8/3 · hidden_size rounded up to a multiple of 64 with one."""
+    """Width inside the MLP. Null: 4 · hidden_size without a gate; with one 8/3 · hidden_size, rounded up to a multiple
+    of 64."""
 
     vocab_size: Literal["auto"] | Count = "auto"
-    """Number of token ids, without the padding that tensor parallelism adds. `auto`: the tokenizer's, or the dataset's."""
+    """Number of token ids, without the padding of tensor parallelism. `auto`: the tokenizer's, or the dataset's."""
 
     max_position_embeddings: Count | None = None
     """Longest sequence. For learned positions the number of trained positions. Null: data.seq_length."""

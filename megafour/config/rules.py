@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 
 from megafour.config.errors import ConfigError
+from megafour.config.presets import PRESETS
 from megafour.config.rules_model import model_rules
 from megafour.config.rules_training import training_rules
 from megafour.config.rules_version import version_rules
@@ -59,8 +60,8 @@ def _data_parallel(config: Config, world: int) -> int:
     factors = f"parallel.pp {p.pp} · parallel.tp {p.tp} · parallel.cp {p.cp}"
     if p.dp == "auto":
         if world % model_ranks:
-            _refuse(config, f"world = dp · pp · tp · cp: {world} ranks are not a multiple of {factors} = {model_ranks}; "
-                            "change the number of ranks, parallel.pp, parallel.tp or parallel.cp")
+            _refuse(config, f"world = dp · pp · tp · cp: {world} ranks are not a multiple of {factors} = "
+                            f"{model_ranks}; change the number of ranks, parallel.pp, parallel.tp or parallel.cp")
         return world // model_ranks
     if world != p.dp * model_ranks:
         fix = f"launch {p.dp * model_ranks} ranks or set parallel.dp=auto"
@@ -76,19 +77,19 @@ def _filled(config: Config, dp: int) -> Config:
     if steps is None and train.tokens is not None:
         steps = -(-train.tokens // (train.global_batch_size * config.data.seq_length))
     elif train.tokens is not None:
-        _refuse(config, f"train.steps = {steps} and train.tokens = {train.tokens} both give the length: set one to null")
+        _refuse(config, f"train.steps = {steps} and train.tokens = {train.tokens} both give the length of training; "
+                        "set one of them to null")
     if steps is None:
         _refuse(config, "the length of training is missing: set train.steps or train.tokens")
         raise AssertionError
     decay = schedule.decay_steps
     if decay is None and schedule.name != "constant":
         decay = max(1, steps // 10) if schedule.name == "wsd" else steps
-    is_path = model.preset is not None and "/" in model.preset.replace("\\", "/")
     return config.replace({
         "run.dir": config.run_dir,
         "checkpoint.dir": config.checkpoint_dir if config.checkpoint.dir else None,
         # The keys below are written out in full, so that the resolved file does not need the folder any more.
-        "model.preset": None if is_path else model.preset,
+        "model.preset": model.preset if model.preset in PRESETS else None,
         "model.num_key_value_heads": model.kv_heads,
         "model.head_dim": model.head_dim or _head_dim(config),
         "model.ffn_hidden_size": model.ffn_size,
@@ -104,8 +105,8 @@ def _filled(config: Config, dp: int) -> Config:
 def _head_dim(config: Config) -> int:
     hidden, heads = config.model.hidden_size, config.model.num_attention_heads
     if hidden % heads:
-        _refuse(config, f"head_dim = hidden_size / num_attention_heads: model.hidden_size {hidden} is not a multiple of "
-                        f"model.num_attention_heads {heads}; change one of them or set model.head_dim")
+        _refuse(config, f"head_dim = hidden_size / num_attention_heads: model.hidden_size {hidden} is not a multiple "
+                        f"of model.num_attention_heads {heads}; change one of them or set model.head_dim")
     return hidden // heads
 
 
@@ -135,8 +136,8 @@ def _multiples(value: int, unit: int) -> str:
 def _sequence(config: Config) -> Iterator[str]:
     seq, cp, tp = config.data.seq_length, config.parallel.cp, config.parallel.tp
     if cp > 1 and seq % (2 * cp):
-        yield (f"zigzag: data.seq_length {seq} is not a multiple of 2 · parallel.cp {cp} = {2 * cp}; set data.seq_length "
-               f"to {_multiples(seq, 2 * cp)}, or change parallel.cp")
+        yield (f"zigzag: data.seq_length {seq} is not a multiple of 2 · parallel.cp {cp} = {2 * cp}; set "
+               f"data.seq_length to {_multiples(seq, 2 * cp)}, or change parallel.cp")
     elif config.parallel.sequence_parallel and tp > 1 and seq // cp % tp:
         yield (f"sequence parallel: data.seq_length {seq} / parallel.cp {cp} = {seq // cp} is not a multiple of "
                f"parallel.tp {tp}; change data.seq_length or set parallel.sequence_parallel=false")
@@ -152,8 +153,8 @@ def _partition(config: Config) -> Iterator[str]:
     counts = [int(count) for count in partition]
     total = " + ".join(map(str, counts))
     if len(counts) != pp:
-        yield (f"one count a stage: parallel.pipeline.partition [{', '.join(map(str, counts))}] has {len(counts)} entries "
-               f"and parallel.pp is {pp}; change parallel.pipeline.partition")
+        yield (f"one count a stage: parallel.pipeline.partition [{', '.join(map(str, counts))}] has {len(counts)} "
+               f"entries and parallel.pp is {pp}; change parallel.pipeline.partition")
     elif min(counts) < 1:
         yield (f"no empty stage: parallel.pipeline.partition [{', '.join(map(str, counts))}] gives stage "
                f"{counts.index(min(counts))} {min(counts)} layers; give each at least 1")
@@ -166,5 +167,5 @@ def _order(config: Config) -> Iterator[str]:
     order = config.parallel.order
     if order in ("auto", "pp-outer", "pp-inner") or sorted(order.split("-")) == sorted(AXES):
         return
-    yield (f"parallel.order = {order} is not an order of ranks: use auto, pp-outer, pp-inner, or {', '.join(AXES)} each "
-           f"once, fastest first, joined by -, such as {'-'.join(AXES)}")
+    yield (f"parallel.order = {order} is not an order of ranks: use auto, pp-outer, pp-inner, or {', '.join(AXES)} "
+           f"each once, fastest first, joined by -, such as {'-'.join(AXES)}")

@@ -16,11 +16,11 @@ def model_rules(config: Config) -> Iterator[str]:
 def _heads(config: Config) -> Iterator[str]:
     heads, kv, tp = config.model.num_attention_heads, config.model.kv_heads, config.parallel.tp
     if heads % kv:
-        yield (f"grouped queries: model.num_attention_heads {heads} is not a multiple of model.num_key_value_heads {kv}; "
-               "change one of them")
+        yield (f"grouped queries: model.num_attention_heads {heads} is not a multiple of model.num_key_value_heads "
+               f"{kv}; change one of them")
     if heads % tp:
-        yield (f"heads per tensor-parallel rank: model.num_attention_heads {heads} is not a multiple of parallel.tp {tp}; "
-               "lower parallel.tp or change model.num_attention_heads")
+        yield (f"heads per tensor-parallel rank: model.num_attention_heads {heads} is not a multiple of parallel.tp "
+               f"{tp}; lower parallel.tp or change model.num_attention_heads")
     if kv % tp and tp % kv:
         yield (f"key/value heads per tensor-parallel rank: neither is model.num_key_value_heads {kv} a multiple of "
                f"parallel.tp {tp}, nor parallel.tp of it (heads repeated on tp / kv ranks); change parallel.tp")
@@ -29,8 +29,8 @@ def _heads(config: Config) -> Iterator[str]:
 def _ffn(config: Config) -> Iterator[str]:
     ffn, tp = config.model.ffn_size, config.parallel.tp
     if ffn % tp:
-        yield (f"MLP columns per tensor-parallel rank: model.ffn_hidden_size {ffn} is not a multiple of parallel.tp {tp}; "
-               "change model.ffn_hidden_size or parallel.tp")
+        yield (f"MLP columns per tensor-parallel rank: model.ffn_hidden_size {ffn} is not a multiple of parallel.tp "
+               f"{tp}; change model.ffn_hidden_size or parallel.tp")
 
 
 def _positions(config: Config) -> Iterator[str]:
@@ -40,8 +40,8 @@ def _positions(config: Config) -> Iterator[str]:
                f"num_attention_heads {model.num_attention_heads} where it is not set) is odd; make it even")
     limit = model.max_position_embeddings
     if model.position == "learned" and limit is not None and limit < seq:
-        yield (f"learned positions: data.seq_length {seq} > model.max_position_embeddings {limit}; lower data.seq_length "
-               "or raise model.max_position_embeddings")
+        yield (f"learned positions: data.seq_length {seq} > model.max_position_embeddings {limit}; lower "
+               "data.seq_length or raise model.max_position_embeddings")
     if model.position == "learned" and model.rope_scaling is not None:
         yield "model.rope_scaling is set and model.position = learned has no rotary frequencies; set it to null"
 

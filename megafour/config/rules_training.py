@@ -1,6 +1,6 @@
 """Rules on data, length, learning rate, precision and kernels."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from megafour.config.schema import Config
 
@@ -33,18 +33,15 @@ def _learning_rate(config: Config) -> Iterator[str]:
 
 def _data(config: Config) -> Iterator[str]:
     data = config.data
-    for key, sources in (("data.train", data.train), *((f"data.valid.{name}", blend) for name, blend in data.valid.items())):
+    blends = {"data.train": data.train} | {f"data.valid.{name}": blend for name, blend in data.valid.items()}
+    for key, sources in blends.items():
         if sources and sum(source.weight for source in sources) <= 0:
             yield f"{key}: the weights add up to 0; give at least one dataset a weight above 0"
         if not sources and key != "data.train":
             yield f"{key} is empty: give it a dataset, or remove it"
     if data.split is not None:
-        if data.split[0] <= 0:
-            yield f"data.split [{_numbers(data.split)}]: the training part must be above 0"
-        if data.valid:
-            yield (f"data.split [{_numbers(data.split)}] and data.valid ({', '.join(data.valid)}) both say what is "
-                   "validated on; set data.split=null, or remove data.valid")
-    validated = bool(data.valid) or (data.split is not None and data.split[1] > 0)
+        yield from _split(data.split, data.valid)
+    validated = bool(data.valid) or (data.split is not None and _shares(data.split)[1:2] > [0])
     if config.eval.every and not validated:
         yield (f"eval.every = {config.eval.every} and there is nothing to evaluate: set data.valid or data.split, or "
                "eval.every=0")
@@ -55,8 +52,23 @@ def _data(config: Config) -> Iterator[str]:
         yield f"data.tokenizer.path = {tokenizer.path} has no effect on kind = bytes; remove it"
 
 
-def _numbers(values: list[float]) -> str:
-    return ", ".join(f"{value:g}" for value in values)
+def _split(text: str, valid: Collection[str]) -> Iterator[str]:
+    shares = _shares(text)
+    if not 1 <= len(shares) <= 3 or min(shares) < 0 or sum(shares) <= 0:
+        yield (f"data.split = {text} is not valid: it must be the shares of train, validation and test, such as 98,1,1")
+    elif shares[0] == 0:
+        yield f"data.split = {text}: the share of train must be above 0"
+    if len(shares) > 1 and shares[1] > 0 and "valid" in valid:
+        yield (f"data.split = {text} makes a validation set named valid, and data.valid has one too; rename "
+               "data.valid.valid")
+
+
+def _shares(text: str) -> list[float]:
+    """`98,1,1` as numbers; empty where it is not that."""
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError:
+        return []
 
 
 def _kernels(config: Config) -> Iterator[str]:

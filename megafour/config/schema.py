@@ -54,9 +54,9 @@ class DataConfig(Section):
     valid: dict[str, list[DataSource]] = {}
     """Named validation blends: `{NAME: [{path: …}]}`; each gives its own `valid_loss/NAME`."""
 
-    split: Annotated[list[NonNegative], Field(min_length=3, max_length=3)] | None = None
-    """Split the training datasets by document into train, valid and test, such as `[0.98, 0.01, 0.01]` (any scale).
-    The second part becomes `valid_loss/valid`. Null: all of it is trained on."""
+    split: Text | None = None
+    """Shares, on any scale, by which each training dataset is split by document into train, validation and test:
+    `98,1,1`. The second part becomes the validation set `valid`. Null: all of it is trained on."""
 
     seq_length: Count = 512
     """Tokens in a sample."""
@@ -65,7 +65,7 @@ class DataConfig(Section):
     """Packed documents do not see each other. This version: false."""
 
     skip_samples: list[Index] = []
-    """Samples that are never trained on, by their number in the run's order, as the line of a skipped step gives them."""
+    """Samples that are never trained on: their numbers in the run's order, as the line of a skipped step gives them."""
 
     tokenizer: TokenizerConfig | None = None
     """The tokenizer. Null: only what the datasets' own `.json` says about it is known."""
@@ -139,7 +139,7 @@ class LrScheduleConfig(Section):
     """Steps over which the rate rises linearly to optimizer.lr."""
 
     decay_steps: Count | None = None
-    """`cosine`, `linear`: the step at which min_lr is reached, warm-up included (null: train.steps). `wsd`: length of
+    """`cosine`, `linear`: step at which min_lr is reached, warm-up included (null: train.steps). `wsd`: length of
     the final decay, which ends at train.steps (null: a tenth of it)."""
 
     min_lr: NonNegative = 0.0
@@ -189,7 +189,7 @@ class KernelsConfig(Section):
     """Backends of the hot operations. `auto`: the fastest one that is installed and fits."""
 
     attention: Literal["auto", "torch", "flash", "plain"] = "auto"
-    """`torch`: torch's own op; `flash`: the flash-attn package (CUDA); `plain`: blockwise in plain torch, any device."""
+    """`torch`: torch's own op; `flash`: the flash-attn package (CUDA); `plain`: blockwise in plain torch, anywhere."""
 
     norm: Literal["auto", "torch"] = "auto"
     """Norms and activations."""

@@ -51,7 +51,7 @@ def _renamed(section: Key, normal: str) -> str | None:
     return None
 
 
-_GENERIC = frozenset({"name", "dir", "path", "every", "steps", "seed", "interval", "folder", "freq", "mode", "std", "dataset"})
+_GENERIC = frozenset({"name", "dir", "path", "every", "steps", "seed", "interval", "folder", "freq", "mode", "std"})
 """Last words of dotted names that mean something else in another section."""
 
 
