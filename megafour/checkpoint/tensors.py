@@ -92,7 +92,7 @@ class Sharded(torch.Tensor):
     @staticmethod
     def __new__(cls, shape: Shape, dtype: torch.dtype, parts: list[Part]) -> Sharded:
         """Make the empty wrapper of the whole shape."""
-        return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device="cpu")
+        return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=torch.device("cpu"))
 
     def __init__(self, shape: Shape, dtype: torch.dtype, parts: list[Part]) -> None:
         super().__init__()
