@@ -33,8 +33,8 @@ def learning_rate(optimizer: Any, schedule: Any, step: int, total_steps: int) ->
     else:
         raise ValueError(f"unknown lr_schedule.name {schedule.name!r}; known: {', '.join(NAMES)}")
     if update >= end:
-        return floor if end > begin or schedule.name != "wsd" else peak
-    share = max(0.0, (update - begin) / (end - begin))
+        return floor
+    share = max(0.0, (update - begin) / (end - begin))  # below `begin` only in the plateau of wsd
     if schedule.name == "cosine":
         return floor + (peak - floor) * 0.5 * (1.0 + math.cos(math.pi * share))
     return peak + (floor - peak) * share

@@ -138,7 +138,7 @@ class _Wire:
             self._await(len(self._batches) - self._in_flight)
         sends = [(self._produced.pop(transfer.message), transfer.peer) for transfer in step.sends]
         recvs = [(self._activation.empty(), transfer.peer) for transfer in step.recvs]
-        for transfer, (buffer, _) in zip(step.recvs, recvs):
+        for transfer, (buffer, _) in zip(step.recvs, recvs, strict=True):
             self._posted[transfer.message] = (len(self._batches), buffer)
         self._batches.append(send_recv(sends, recvs, self._group))
 
@@ -205,7 +205,7 @@ class _Run:
         placement, stage = self._table.placement, self._table.stage(self._rank, action)
         gradient = self.wire.take(placement.source(action.kind, action.microbatch, stage))
         x, y = self._live.pop((action.microbatch, action.chunk))
-        torch.autograd.backward([y], None if gradient is None else [gradient])
+        torch.autograd.backward(y, gradient)
         if x is not None:
             dx = torch.zeros_like(x) if x.grad is None else x.grad
             self.wire.give(placement.product(action.kind, action.microbatch, stage), dx.contiguous())

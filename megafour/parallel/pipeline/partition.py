@@ -29,7 +29,7 @@ def partition(model: Any, seq_length: int, stages: int, *, counts: Sequence[int]
 
 
 def partition_layers(config: Any, stages: int, vocab_size: int | None = None) -> list[Span]:
-    """`partition` as the whole configuration asks for it: parallel.pipeline.partition, train.recompute, data.seq_length."""
+    """`partition` as the whole configuration asks for it; `vocab_size` where the model's own is still `auto`."""
     asked = config.parallel.pipeline.partition
     return partition(config.model, config.data.seq_length, stages, counts=None if asked == "auto" else asked,
                      vocab_size=vocab_size, recompute=config.train.recompute)
@@ -50,7 +50,7 @@ def explicit(counts: Sequence[int], num_layers: int, stages: int) -> list[Span]:
     if sum(counts) != num_layers:
         raise ValueError(f"partition {' + '.join(map(str, counts))} = {sum(counts)} is not num_layers = {num_layers}")
     starts = [0, *accumulate(counts)]
-    return [(start, count) for start, count in zip(starts, counts)]
+    return [(start, count) for start, count in zip(starts, counts, strict=False)]
 
 
 def balanced(layer_costs: Sequence[int], stages: int, first: int = 0, last: int = 0) -> list[Span]:

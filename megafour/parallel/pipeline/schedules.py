@@ -125,7 +125,7 @@ def _productions(orders: Sequence[Order], placement: Placement,
 
 
 def _spans(orders: Sequence[Order], placement: Placement) -> list[list[tuple[int, int]]]:
-    """(start, end) of each action when each runs as soon as its input exists and its rank is free, sends taking no time."""
+    """(start, end) of each action, run as soon as its input exists and its rank is free; sends take no time."""
     ready: dict[Message, int] = {}
     spans: list[list[tuple[int, int]]] = [[] for _ in orders]
     moved = True

@@ -1,0 +1,185 @@
+"""Schedules proved over many sizes, bubble and memory against formulas and published rates, bad tables refused."""
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megafour.parallel.pipeline.actions import Action, Kind, Message, Payload, Placement, ScheduleError, Step, Table
+from megafour.parallel.pipeline.check import Times, check
+from megafour.parallel.pipeline.schedules import SCHEDULES, build, forward_only, with_transfers
+
+STAGES, MICROBATCHES = st.integers(1, 16), st.integers(1, 64)
+DURATION = st.integers(1, 50)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(sorted(SCHEDULES)), STAGES, MICROBATCHES, DURATION, DURATION, DURATION, st.integers(0, 20))
+def test_any_size_is_proved(name, stages, microbatches, forward, backward_input, backward_weight, transfer):
+    report = check(build(name, stages, microbatches), Times(forward, backward_input, backward_weight, transfer))
+    live = [min(microbatches, stages - rank if name == "1f1b" else microbatches) for rank in range(stages)]
+    assert list(report.peak_live) == live
+    ideal = (stages - 1) / (microbatches + stages - 1)
+    if transfer == 0:
+        assert report.bubble == pytest.approx(ideal)
+        assert report.makespan_bubble == pytest.approx(ideal)
+    else:
+        assert report.makespan_bubble >= report.bubble > ideal - 1e-9
+
+
+@settings(max_examples=30, deadline=None)
+@given(STAGES, MICROBATCHES, st.integers(1, 3))
+def test_evaluation_is_proved(ranks, microbatches, chunks):
+    check(forward_only(Placement.looped(ranks, chunks), microbatches), training=False)
+
+
+@st.composite
+def random_orders(draw):
+    """Orders of no schedule at all: at every moment some rank runs some action that can run, split or not."""
+    ranks, chunks, microbatches = draw(st.integers(1, 5)), draw(st.integers(1, 3)), draw(st.integers(1, 5))
+    vee = tuple(range(ranks)) + tuple(reversed(range(ranks)))
+    placement = Placement(vee) if chunks == 2 and draw(st.booleans()) else Placement.looped(ranks, chunks)
+    todo, done = [], set()
+    for microbatch, stage in product(range(microbatches), range(placement.stages)):
+        backward = [Kind.BACKWARD] if draw(st.booleans()) else [Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT]
+        todo.append([(kind, microbatch, stage) for kind in (Kind.FORWARD, *backward)])
+    orders = [[] for _ in range(ranks)]
+    while todo:
+        able = [row for row in todo if placement.source(*row[0]) in done | {None}]
+        row = able[draw(st.integers(0, len(able) - 1))]
+        kind, microbatch, stage = row.pop(0)
+        done.add(placement.product(kind, microbatch, stage))
+        rank = placement.rank_of[stage]
+        orders[rank].append(Action(kind, microbatch, placement.stages_of[rank].index(stage)))
+        todo = [row for row in todo if row]
+    return orders, placement, microbatches
+
+
+@settings(max_examples=150, deadline=None)
+@given(random_orders(), DURATION, DURATION, st.integers(0, 20))
+def test_transfers_of_any_order_never_deadlock(case, forward, backward, transfer):
+    check(with_transfers(*case), Times(forward, backward, backward, transfer))
+
+
+# p, m, T_F, T_B, T_W, T_comm in ms and the measured 1F1B bubble: Qi et al. 2023, "Zero Bubble Pipeline Parallelism".
+PUBLISHED = [(8, 24, 18.522, 18.086, 9.337, 0.601, 0.2431), (8, 32, 18.513, 18.086, 9.331, 0.626, 0.1985),
+             (8, 64, 18.546, 18.097, 9.321, 0.762, 0.1240), (16, 48, 11.347, 11.248, 8.132, 0.377, 0.2552),
+             (16, 64, 11.307, 11.254, 8.101, 0.379, 0.2082), (16, 128, 11.325, 11.308, 8.109, 0.378, 0.1251)]
+
+
+@pytest.mark.parametrize("row", PUBLISHED)
+def test_bubble_agrees_with_published(row):
+    stages, microbatches, *times, rate = row
+    assert check(build("1f1b", stages, microbatches), Times(*times)).bubble == pytest.approx(rate, abs=0.005)
+
+
+def test_timeline_by_hand():
+    """Two stages, two micro-batches, T_F 1 and whole backwards of 2, a transfer of 0.5."""
+    spans = check(build("1f1b", 2, 2), Times(1, 1, 1, 0.5)).spans
+    assert [(str(a), start, end) for a, start, end in spans[0]] == [
+        ("F0", 0, 1), ("F1", 1, 2), ("B0", 5, 7), ("B1", 8, 10)]
+    assert [(str(a), start, end) for a, start, end in spans[1]] == [
+        ("F0", 1.5, 2.5), ("B0", 2.5, 4.5), ("F1", 4.5, 5.5), ("B1", 5.5, 7.5)]
+
+
+def test_receives_travel_under_compute():
+    """Rank 1 posts the receive of its second activation before it computes the backward of the first."""
+    steps = build("1f1b", 2, 4).steps[1]
+    first_backward = next(step for step in steps if step.compute == Action(Kind.BACKWARD, 0))
+    assert [transfer.message for transfer in first_backward.recvs] == [Message(Payload.ACTIVATION, 1, 0)]
+
+
+def test_one_stage_has_no_transfers():
+    for name in SCHEDULES:
+        assert all(not step.sends and not step.recvs for step in build(name, 1, 5).steps[0])
+
+
+def test_refused_arguments():
+    with pytest.raises(ScheduleError, match="unknown pipeline schedule '1f2b'; known: 1f1b, gpipe"):
+        build("1f2b", 2, 2)
+    with pytest.raises(ScheduleError, match="at least one stage and one micro-batch, got 2 and 0"):
+        build("1f1b", 2, 0)
+    with pytest.raises(ScheduleError, match="virtual_stages=2"):
+        build("gpipe", 2, 2, 2)
+
+
+def planted(table: Table, rank: int, index: int, *steps: Step) -> Table:
+    """`table` with one step of one rank replaced by `steps`."""
+    rows = list(table.steps)
+    rows[rank] = (*rows[rank][:index], *steps, *rows[rank][index + 1:])
+    return replace(table, steps=tuple(rows))
+
+
+def find(table: Table, rank: int, name: str) -> tuple[int, Step]:
+    """The step of `rank` that runs the action called `name`."""
+    return next((i, step) for i, step in enumerate(table.steps[rank]) if str(step.compute) == name)
+
+
+def swap_receives(table):
+    (i, first), (j, second) = find(table, 2, "F0"), find(table, 2, "B0")
+    table = planted(table, 2, i, replace(first, recvs=second.recvs))
+    return planted(table, 2, j, replace(second, recvs=first.recvs))
+
+
+BAD = {
+    "a receive swapped": (swap_receives, r"rank 2, step 0: F0 needs the activation of micro-batch 0 from stage 1"),
+    "a backward missing": (lambda t: planted(t, 2, find(t, 2, "B1")[0]), r"rank 2: B1 is missing"),
+    "a forward twice": (lambda t: planted(t, 2, 1, Step(Action(Kind.FORWARD, 0))), r"rank 2, step 1: F0 after F"),
+    "a backward before its forward": (
+        lambda t: planted(t, 2, 0, Step(Action(Kind.BACKWARD, 0))), r"rank 2, step 0: B0 after nothing"),
+    "an unknown micro-batch": (
+        lambda t: planted(t, 0, 0, Step(Action(Kind.FORWARD, 9))), r"rank 0, step 0: F9 is outside of 4"),
+    "a weight gradient missing": (
+        lambda t: planted(t, 0, find(t, 0, "B3")[0],
+                          replace(find(t, 0, "B3")[1], compute=Action(Kind.BACKWARD_INPUT, 3))),
+        r"rank 0: W3 is missing"),
+    "a send before its producer": (
+        lambda t: planted(planted(t, 0, 1, replace(t.steps[0][1], sends=())), 0, 0,
+                          replace(t.steps[0][0], sends=t.steps[0][1].sends)),
+        r"rank 0, step 0: sends the activation of micro-batch 0 from stage 0, which it did not make"),
+    "a send to the wrong rank": (
+        lambda t: planted(t, 0, 1, replace(t.steps[0][1], sends=(replace(t.steps[0][1].sends[0], peer=2),))),
+        r"rank 0, step 1: sends the activation of micro-batch 0 from stage 0 from rank 0 to rank 2; it goes from "
+        r"rank 0 to rank 1"),
+    "a send forgotten": (
+        lambda t: planted(t, 0, 1, replace(t.steps[0][1], sends=())),
+        r"rank 0: the activation of micro-batch 0 from stage 0 is never sent"),
+    "a receive twice": (
+        lambda t: planted(t, 2, 0, replace(t.steps[2][0], recvs=t.steps[2][0].recvs * 2)),
+        r"rank 2, step 0: receives the activation of micro-batch 0 from stage 1 twice"),
+}
+
+
+@pytest.mark.parametrize("fault", BAD)
+def test_bad_table_is_refused(fault):
+    spoil, message = BAD[fault]
+    with pytest.raises(ScheduleError, match=message):
+        check(spoil(build("1f1b", 3, 4)))
+
+
+def test_receive_out_of_order_is_refused():
+    """Both activations arrive before their use, but the wire would deliver them into each other's buffer."""
+    table = build("gpipe", 2, 2)
+    (_, first), (j, second) = find(table, 1, "F0"), find(table, 1, "F1")
+    table = planted(table, 1, j, replace(second, recvs=()))
+    table = planted(table, 1, 0, replace(first, recvs=second.recvs + first.recvs))
+    with pytest.raises(ScheduleError, match=r"rank 1, step 0: receives the activation of micro-batch 1 .* where rank 0 "
+                                            r"sends the activation of micro-batch 0"):
+        check(table)
+
+
+def test_deadlock_is_refused():
+    """An exchange taken apart: each rank's receive is posted ahead of its send, and batches are served in turn."""
+    table = build("1f1b", 2, 4)
+    i, exchange = find(table, 0, "B0")
+    table = planted(table, 0, i, Step(None, recvs=exchange.recvs), Step(exchange.compute, exchange.sends))
+    with pytest.raises(ScheduleError, match=r"deadlock: rank 0, step 3, B0 waits for the gradient of micro-batch 0 "
+                                            r"from stage 1; rank 1, step 2, F1 waits for the activation of micro"):
+        check(table)
+
+
+def test_orders_that_wait_for_each_other_are_refused():
+    with pytest.raises(ScheduleError, match=r"rank 1: F0 waits for ever for the activation of micro-batch 0 from"):
+        with_transfers([[], [Action(Kind.FORWARD, 0)]], Placement.looped(2), 1)
