@@ -110,7 +110,8 @@ def section(model: type[BaseModel], values: dict[str, Any], path: Path, refuse: 
 
 
 def _expand(value: Any, path: Path, refuse: Refuse) -> Any:
-    """Replace every `${VAR}` of a text by the environment variable."""
+    """Replace every `${VAR}` of a text by the environment variable. The result counts as unquoted: quotes around a
+    variable are there for YAML (a flow mapping needs them), not to make `${BATCH}` a text."""
     if not isinstance(value, str) or "${" not in value:
         return value
 
@@ -119,7 +120,8 @@ def _expand(value: Any, path: Path, refuse: Refuse) -> Any:
             refuse(path, f"= {shown(value)}: the environment variable {match[1]} is not set")
         return os.environ[match[1]]
 
-    return type(value)(_VARIABLE.sub(variable, value))
+    expanded = _VARIABLE.sub(variable, value)
+    return value if expanded == value else Plain(expanded)
 
 
 def _refuse_value(annotation: Any, value: Any, path: Path, refuse: Refuse) -> NoReturn:

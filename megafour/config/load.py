@@ -167,10 +167,12 @@ def _first_error(error: ValidationError) -> tuple[Path, Any, str]:
     for part in detail["loc"]:
         if model is not None and part not in model.model_fields:
             break
-        if model is None and isinstance(part, str) and path[:2] != ["data", "valid"]:
-            break
+        if model is None and isinstance(part, str) and path[:2] != ["data", "valid"] and detail["type"] != "missing":
+            break  # the name of a union's member, not a key
         path.append(part)
         model = section_of(model.model_fields[str(part)].annotation) if model is not None else None
+    if detail["type"] == "missing":
+        return tuple(path), None, "is required"
     reason = detail["msg"].removeprefix("Value error, ").replace("Input should", "must").replace("should", "must")
     return tuple(path), detail["input"], reason
 
