@@ -236,19 +236,24 @@ def _serve_rank(connection: Connection, log: Path) -> None:
         except (EOFError, ConnectionResetError):
             return
         try:
-            answer = pickle.dumps((True, time.monotonic(), _call(*pickle.loads(request))))
-        except BaseException as error:    # noqa: B036  a SystemExit in a rank is an answer too
-            detail = "".join(traceback.format_exception(error))
-            answer = pickle.dumps((False, time.monotonic(), (type(error).__name__, str(error), detail)))
+            answer = pickle.dumps(_call(*pickle.loads(request)))
+        except Exception as error:    # what came cannot be loaded, or what the function returned cannot be pickled
+            answer = pickle.dumps(_failure(error))
         sys.stdout.flush()
         connection.send_bytes(answer)
         os.environ.clear()
         os.environ.update(environment)
 
 
+def _failure(error: BaseException) -> tuple[bool, float, tuple[str, str, str]]:
+    """What a rank answers when it failed: when that was, and the exception in words."""
+    moment = time.monotonic()
+    return False, moment, (type(error).__name__, str(error), "".join(traceback.format_exception(error)))
+
+
 def _call(task: bytes, rank: int, world: int, store: str, backend: str, timeout: float,
-          where: tuple[str, list[str]]) -> Any:
-    """Run one task inside a process group of its own."""
+          where: tuple[str, list[str]]) -> tuple[bool, float, Any]:
+    """Run one task inside a process group of its own. Returns (whether it went well, when it ended, the result)."""
     import torch
     import torch.distributed as dist
 
@@ -261,7 +266,10 @@ def _call(task: bytes, rank: int, world: int, store: str, backend: str, timeout:
     dist.init_process_group(backend, store=dist.FileStore(store, world), rank=rank, world_size=world,
                             timeout=timedelta(seconds=timeout + 30))
     try:
-        return fn(rank, world, *args)
+        return True, time.monotonic(), fn(rank, world, *args)
+    except BaseException as error:    # noqa: B036  a SystemExit in a rank is an answer too
+        # The moment is taken before this rank leaves its group, which makes its peers fail in turn.
+        return _failure(error)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
