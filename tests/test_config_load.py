@@ -109,8 +109,10 @@ def test_wrong_values_are_refused_by_name(tmp_path, text, words):
     ("training: {steps: 1}", "training", "did you mean train?"),
     ("model: {n_layer: 1}", "model.n_layer", "Hugging Face's name; here it is model.num_layers"),
     ("model: {intermediate-size: 1}", "model.intermediate-size", "model.ffn_hidden_size"),
-    ("model: {num_query_groups: 1}", "model.num_query_groups", "Megatron-LM's name; here it is model.num_key_value_h"),
-    ("parallel: {tensor_parallel_degree: 1}", "parallel.tensor_parallel_degree", "torchtitan's name; here it is par"),
+    ("model: {num_query_groups: 1}", "model.num_query_groups",
+     "Megatron-LM's name; here it is model.num_key_value_heads"),
+    ("parallel: {tensor_parallel_degree: 1}", "parallel.tensor_parallel_degree",
+     "torchtitan's name; here it is parallel.tp"),
     ("tensor_model_parallel_size: 2", "tensor_model_parallel_size", "parallel.tp"),
     ("train: {batch_accumulation_per_replica: 1}", "train.batch_accumulation_per_replica", "nanotron's name"),
     ("parallel: {context: {ring: 2}}", "parallel.context.ring", "inner_ring"),
@@ -157,7 +159,8 @@ def test_environment_variables_expand(tmp_path, monkeypatch):
 def test_overrides_pass_the_same_gate(tmp_path):
     text = "train: {steps: 5, micro_batch_size: 2}\nparallel: {pipeline: {schedule: gpipe}}\ndata: {train: [{path: a}]}"
     config = loaded(tmp_path, text, "train.steps=7", "train.steps=8", "parallel.pipeline={partition: [1, 2]}",
-                    "data.train=[{path: b, weight: 2}, {path: c}]", "data.valid.web=[{path: d}]", "train={grad_clip: 0}")
+                    "data.train=[{path: b, weight: 2}, {path: c}]", "data.valid.web=[{path: d}]",
+                    "train={grad_clip: 0}")
     assert config.train.steps == 8 and config.train.micro_batch_size == 2 and config.train.grad_clip == 0
     assert config.parallel.pipeline.schedule == "gpipe" and config.parallel.pipeline.partition == [1, 2]
     assert [(s.path, s.weight) for s in config.data.train] == [("b", 2.0), ("c", 1.0)]

@@ -150,6 +150,8 @@ def _rope(keys: _Keys, positions: int) -> tuple[float, dict[str, Any] | None]:
     unknown = [key for key, value in scaling.items() if key not in _ROPE_SCALING and value is not None]
     if unknown:
         keys.refuse(f"rope_scaling.{unknown[0]}", scaling[unknown[0]])
+    if scaling.get("factor") is None:
+        raise ConfigError(f"{keys.file}: rope_scaling.factor is missing")
     if kind != "linear":
         scaling.setdefault("original_max_position_embeddings", positions)
     numbers = {key: value if key.startswith("original") else float(value) for key, value in scaling.items() if value}

@@ -56,6 +56,8 @@ def _rope_scaling(config: Config) -> Iterator[str]:
         "llama3": ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
         "yarn": ("original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor"),
     }[scaling.type]
+    if scaling.factor < 1:
+        yield f"model.rope_scaling.factor {scaling.factor:g} < 1 would shorten the context; set it to 1 or more"
     if scaling.type != "linear" and scaling.original_max_position_embeddings is None:
         yield f"model.rope_scaling.type = {scaling.type} needs model.rope_scaling.original_max_position_embeddings"
     for key in type(scaling).model_fields:

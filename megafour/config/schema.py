@@ -216,8 +216,8 @@ class LoggingConfig(Section):
     timeline: bool = False
     """Record the pipeline's timeline. This version: false."""
 
-    profile: Index | None = None
-    """Step whose torch profiler trace is written to the run's folder. Null: none."""
+    profile: Count | None = None
+    """Step, counted from 1, whose torch profiler trace is written to the run's folder. Null: none."""
 
     parameter_norms: Index = 0
     """Steps between lines with the norm of every parameter and gradient. 0: never."""
