@@ -9,7 +9,7 @@ import torch
 from megafour.comm.group import Group, solo
 from megafour.parallel.pipeline.actions import Action, Kind, Placement, ScheduleError
 from megafour.parallel.pipeline.check import check
-from megafour.parallel.pipeline.executor import Activation, Pipeline, run_forward_only, run_schedule
+from megafour.parallel.pipeline.executor import Activation, run_forward_only, run_schedule
 from megafour.parallel.pipeline.schedules import build, with_transfers
 
 WIDTH, LAYERS, BATCH = 6, 8, 3
@@ -148,8 +148,7 @@ def count_live(rank, world, name, microbatches):
         peak[0] = max(peak[0], len(alive))
         return y.sum() if rank == world - 1 else y
 
-    pipeline = Pipeline(name, group_of(rank, world))
-    pipeline.run(microbatches, forward, shape=(BATCH, WIDTH), dtype=torch.float64, device=torch.device("cpu"))
+    run_schedule(build(name, world, microbatches), group=group_of(rank, world), chunks=[forward], activation=SHAPE)
     gc.collect()
     return peak[0], len(alive)
 
@@ -177,8 +176,7 @@ def output_is_freed(rank, world):
             gc.collect()
             gone.append(all(ref() is None for ref in seen[:microbatch + 1]))
 
-    pipeline = Pipeline("1f1b", group_of(rank, world))
-    pipeline.run(3, forward, shape=(BATCH, WIDTH), dtype=torch.float64, device=torch.device("cpu"),
+    run_schedule(build("1f1b", world, 3), group=group_of(rank, world), chunks=[forward], activation=SHAPE,
                  before_backward=before_backward)
     return gone
 
@@ -188,10 +186,13 @@ def test_a_sent_output_is_freed(pool):
 
 
 def long_evaluation(rank, world):
-    pipeline = Pipeline("1f1b", group_of(rank, world))
-    losses = pipeline.run_forward(50, lambda m, x: torch.full((2,), float(m)) if x is None else
-                                  x.sum() if rank == world - 1 else x + 1, shape=(2,), dtype=torch.float32,
-                                  device=torch.device("cpu"))
+    def forward(m, x):
+        if x is None:
+            return torch.full((2,), float(m))
+        return x.sum() if rank == world - 1 else x + 1
+
+    losses = run_forward_only(50, placement=Placement.looped(world), group=group_of(rank, world), chunks=[forward],
+                              activation=Activation((2,), torch.float32))
     return [float(x) for x in losses]
 
 

@@ -12,7 +12,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from megafour.comm.group import Group
 from megafour.comm.primitives import Pending, send_recv
 from megafour.parallel.pipeline.actions import Action, Kind, Message, Placement, ScheduleError, Step, Table
-from megafour.parallel.pipeline.schedules import build, forward_only
+from megafour.parallel.pipeline.schedules import forward_only
 
 StageForward = Callable[[int, Tensor | None], Tensor]
 """(micro-batch, input activation or None on the first stage) -> output activation; on the last stage a scalar loss."""
@@ -86,32 +86,6 @@ def run_forward_only(microbatches: int, *, placement: Placement, group: Group, c
             run.forward(step.compute)
     run.wire.finish()
     return [run.outputs[m] for m in sorted(run.outputs)]
-
-
-class Pipeline:
-    """One rank's end of a pipeline with one stage a rank: a schedule by name, its tables built once per batch size."""
-
-    def __init__(self, schedule: str, group: Group) -> None:
-        self._schedule, self._group = schedule, group
-        self._tables: dict[int, Table] = {}
-
-    def table(self, microbatches: int) -> Table:
-        """The schedule's table for `microbatches` micro-batches."""
-        if microbatches not in self._tables:
-            self._tables[microbatches] = build(self._schedule, self._group.size, microbatches)
-        return self._tables[microbatches]
-
-    def run(self, microbatches: int, forward: StageForward, *, shape: Sequence[int], dtype: torch.dtype,
-            device: torch.device, before_backward: BeforeBackward | None = None) -> list[Tensor]:
-        """Forward and backward of `microbatches` micro-batches: `run_schedule` on activations of this shape."""
-        return run_schedule(self.table(microbatches), group=self._group, chunks=[forward],
-                            activation=Activation(tuple(shape), dtype, device), before_backward=before_backward)
-
-    def run_forward(self, microbatches: int, forward: StageForward, *, shape: Sequence[int], dtype: torch.dtype,
-                    device: torch.device) -> list[Tensor]:
-        """Forward only: `run_forward_only` on activations of this shape."""
-        return run_forward_only(microbatches, placement=Placement.looped(self._group.size), group=self._group,
-                                chunks=[forward], activation=Activation(tuple(shape), dtype, device))
 
 
 class _Wire:

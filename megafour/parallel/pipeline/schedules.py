@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 from megafour.parallel.pipeline.actions import (
     Action,
@@ -48,6 +49,7 @@ SCHEDULES: dict[str, Schedule] = {"gpipe": gpipe, "1f1b": one_forward_one_backwa
 """Every schedule by the name that the config uses."""
 
 
+@lru_cache(maxsize=8)  # a table is immutable, and every step asks for the same one
 def build(name: str, stages: int, microbatches: int, virtual_stages: int | None = None) -> Table:
     """The table of the schedule called `name`; `virtual_stages` None means the schedule's own default (1)."""
     if name not in SCHEDULES:
@@ -55,6 +57,7 @@ def build(name: str, stages: int, microbatches: int, virtual_stages: int | None 
     return SCHEDULES[name](stages, microbatches, 1 if virtual_stages is None else virtual_stages)
 
 
+@lru_cache(maxsize=8)
 def forward_only(placement: Placement, microbatches: int) -> Table:
     """The table of an evaluation: every micro-batch through every stage, no backward."""
     orders = [[Action(Kind.FORWARD, m, chunk) for chunk in range(len(stages)) for m in range(microbatches)]
