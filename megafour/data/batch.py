@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import torch
@@ -16,8 +16,8 @@ PAD = -1  # in a sample: no token here; becomes token 0 with its labels ignored
 class MicroBatch:
     """What one rank of the context-parallel group holds of a micro-batch of b samples.
 
-    tokens, labels: int64 [b, s_local], labels IGNORE where nothing is trained. positions: int64 [s_local], the global positions
-    held, in the layout's order; with document ids int64 [b, s_local], restarting at 0 in each document.
+    tokens, labels: int64 [b, s_local], labels IGNORE where nothing is trained. positions: int64 [s_local], the global
+    positions held, in the layout's order; with document ids int64 [b, s_local], restarting at 0 in each document.
     sample_ids: int64 [b], the sample's index in the global batch. samples: int64 [b], its index in the run.
     document_ids: int64 [b, s_local], which document of the sample a token belongs to, or None.
     """
@@ -30,9 +30,10 @@ class MicroBatch:
     document_ids: Tensor | None = None
 
     def to(self, device: torch.device | str) -> MicroBatch:
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        moved = {k: v if v is None else v.to(device, non_blocking=True) for k, v in values.items()}
-        return MicroBatch(**moved)
+        """The same micro-batch on another device."""
+        held = {field.name: getattr(self, field.name) for field in fields(self)}
+        moved = {name: x.to(device, non_blocking=True) for name, x in held.items() if x is not None}
+        return replace(self, **moved)
 
     def valid_tokens(self) -> int:
         """Labels held here that take part in the loss."""
@@ -50,8 +51,8 @@ def collate(
     """Cuts one rank's part out of whole samples.
 
     rows: integers [b, seq+1], PAD where there is no token. positions: int64 [s_local], global positions in [0, seq).
-    document_ids: integers [b, seq+1] that grow by document, or None. The label of position p is token p+1 of the whole sample:
-    shifting after the cut would lose the label at every shard's end.
+    document_ids: integers [b, seq+1] that grow by document, or None. The label of position p is token p+1 of the whole
+    sample: shifting after the cut would lose the label at every shard's end.
     """
     whole = torch.from_numpy(np.ascontiguousarray(rows, dtype=np.int64))
     tokens = whole[:, positions]
@@ -61,11 +62,13 @@ def collate(
     if document_ids is not None:
         ids = torch.from_numpy(np.ascontiguousarray(document_ids, dtype=np.int64))[:, :-1]
         held_ids, positions = ids[:, positions], restart_positions(ids)[:, positions]
-    return MicroBatch(tokens.clamp_min(0), labels, positions, sample_ids, sample_ids if samples is None else samples, held_ids)
+    return MicroBatch(
+        tokens.clamp_min(0), labels, positions, sample_ids, sample_ids if samples is None else samples, held_ids
+    )
 
 
 def restart_positions(document_ids: Tensor) -> Tensor:
-    """Position of each token within its own document: int64 [b, seq] -> int64 [b, seq], 0 at each document's first token."""
+    """Position of each token within its own document, 0 at its first token: int64 [b, seq] -> int64 [b, seq]."""
     index = torch.arange(document_ids.shape[1]).expand_as(document_ids)
     first = torch.ones_like(document_ids, dtype=torch.bool)
     first[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]

@@ -1,26 +1,26 @@
 """From token streams to numbered samples: which tokens the run's sample number i holds, alike on every mesh.
 
-A source is one indexed dataset, or the part of its documents that a split takes. Its documents stay in file order as one token
-stream, end-of-document marks included; sample k of an epoch is the window of seq+1 tokens that begins at k x seq, so that every
-token is predicted once. The windows of an epoch are visited in the order of a permutation keyed by (seed, source, epoch). Epoch 0
-cuts from the stream's first token; later epochs start at another place of the stream, taken as a ring, so that windows are cut
-elsewhere and the remainder (under one sample) that an epoch leaves out is another one each time.
+A source is one indexed dataset, or the part of its documents that a split takes. Its documents stay in file order as
+one token stream, end-of-document marks included; sample k of an epoch is the window of seq+1 tokens that begins at k x
+seq, so that every token is predicted once. The windows of an epoch are visited in the order of a permutation keyed by
+(seed, source, epoch). Epoch 0 cuts from the stream's first token; later epochs start at another place of the stream,
+taken as a ring, so that windows are cut elsewhere and the remainder (under one sample) that an epoch leaves out is
+another one each time.
 
-Nothing is built, stored or shared: opening is two memory maps per source, whatever its size, and there is no cache to race for.
-Since windows hold neighbouring documents, a corpus sorted by kind is better shuffled before it is prepared.
+Nothing is built, stored or shared: opening is two memory maps per source, whatever its size, and there is no cache to
+race for. Since windows hold neighbouring documents, a corpus sorted by kind is better shuffled before it is prepared.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from megafour.data.batch import PAD
+from megafour.data.description import check_tokenizer
 from megafour.data.errors import DataError
 from megafour.data.indexed import IndexedDataset, check_ids
 from megafour.data.permute import Blend, Permutation, address
@@ -51,9 +51,12 @@ class Source:
         steps = self.num_tokens - 1
         self.num_samples = -(-steps // seq_length) if tail else steps // seq_length
         self._key = address(seed, number)
-        self._epoch = -1
         if self.num_samples < 1:
             raise DataError(self._too_small(last - first))
+        self._order = (
+            0,
+            self._permutation(0),
+        )  # of one epoch; replaced whole, so that threads that read ahead never mix two
 
     def _too_small(self, documents: int) -> str:
         if self.num_tokens == 0:
@@ -63,13 +66,18 @@ class Source:
             f"data.seq_length + 1 = {self.seq_length + 1}; use more text or a smaller data.seq_length"
         )
 
+    def _permutation(self, epoch: int) -> Permutation:
+        return Permutation(self.num_samples, address(self._key, epoch, 0))
+
     def window(self, index: int) -> np.ndarray:
-        """Tokens int64 [seq_length + 1] of this source's sample `index`, PAD after the stream's end (with `tail` only)."""
+        """Tokens int64 [seq_length + 1] of the source's sample `index`; with `tail`, PAD after the stream's end."""
         epoch, place = divmod(index, self.num_samples)
-        if epoch != self._epoch:
-            self._order, self._epoch = Permutation(self.num_samples, address(self._key, epoch, 0)), epoch
+        kept, order = self._order
+        if kept != epoch:
+            order = self._permutation(epoch)
+            self._order = (epoch, order)
         phase = address(self._key, epoch, 1) % self.num_tokens if epoch else 0
-        offset = self._order[place] * self.seq_length
+        offset = order[place] * self.seq_length
         size = min(self.seq_length + 1, self.num_tokens - offset)
         begin = (phase + offset) % self.num_tokens
         straight = min(size, self.num_tokens - begin)
@@ -82,13 +90,16 @@ class Source:
 
 
 class GlobalDataset:
-    """The run's samples by number. Training draws from its sources by weight, without end, each source epoch after epoch.
+    """The run's samples by number. Training draws from its sources by weight, each epoch after epoch, without end.
 
-    With `endless=False` (evaluation) the sources are joined, each sample once in a fixed shuffled order, and numbers past the end
+    With `endless=False` (evaluation) the sources are joined, each sample once in a fixed shuffled order, and numbers
+    past the end
     give samples of PAD alone: a batch may reach past the end, and on every rank alike adds nothing to the loss there.
     """
 
-    def __init__(self, sources: Sequence[Source], weights: Sequence[float] | None = None, *, seed: int, endless: bool = True) -> None:
+    def __init__(
+        self, sources: Sequence[Source], weights: Sequence[float] | None = None, *, seed: int, endless: bool = True
+    ) -> None:
         if not sources:
             raise DataError("a dataset needs at least one source")
         self.sources, self.endless = list(sources), endless
@@ -132,22 +143,29 @@ class Datasets:
 def build_datasets(config: Any, tokenizer: TokenizerInfo) -> Datasets:
     """Opens every dataset that `data` of the config names.
 
-    `data.split` ("98,1,1") cuts each training source by documents into train, validation ("valid") and test. Sets in `data.valid`
-    are read whole. Raises DataError for a missing or broken file, a tokenizer other than the one a dataset was made with, a source
-    with less than one sample, a share of the split that gets no document, and one name for two validation sets.
+    `data.split` ("98,1,1") cuts each training source by documents into train, validation ("valid") and test. Sets in
+    `data.valid` are read whole. Raises DataError for a missing or broken file, a tokenizer other than the one a dataset
+    was made with, a source with less than one sample, a share of the split that gets no document, and one name for two
+    validation sets.
     """
     data = config.data
     reader = _Reader(config.run.seed, data.seq_length, tokenizer)
     shares = parse_split(data.split)
-    train, valid = reader.blend(data.train, shares, 0), {}
+    if not any(entry.weight > 0 for entry in data.train):
+        raise DataError("data.train names no dataset (with a weight above 0)")
+    train, valid = reader.blend([entry for entry in data.train if entry.weight > 0], shares, 0), {}
     for name, entries in (data.valid or {}).items():
         weights = {float(entry.weight) for entry in entries}
         if len(weights) > 1:
-            raise DataError(f"data.valid.{name}: each sample of a validation set is read once, so its weights must be equal: {weights}")
+            raise DataError(
+                f"data.valid.{name}: a validation set is read once, whole, so its weights must be equal: {weights}"
+            )
         valid[name] = reader.joined(entries)
     if shares and shares[1]:
         if "valid" in valid:
-            raise DataError(f'data.split={data.split} makes a validation set named "valid", and data.valid has one too; rename it')
+            raise DataError(
+                f'data.split={data.split} makes a validation set named "valid", and data.valid has one too; rename it'
+            )
         valid["valid"] = reader.joined(data.train, shares, 1)
     test = reader.joined(data.train, shares, 2) if shares and shares[2] else None
     return Datasets(train, valid, test)
@@ -176,7 +194,9 @@ class _Reader:
             documents = (bounds[part], bounds[part + 1])
             if documents[0] == documents[1]:
                 name = ("train", "validation", "test")[part]
-                raise DataError(f"data.split leaves no document for {name} in {data.idx_path} ({data.num_documents} documents)")
+                raise DataError(
+                    f"data.split leaves no document for {name} in {data.idx_path} ({data.num_documents} documents)"
+                )
         return Source(
             data,
             self.seq_length,
@@ -188,17 +208,16 @@ class _Reader:
         )
 
 
-def parse_split(text: str | None) -> list[float] | None:
-    """'98,1,1' -> three shares that sum to one (train, valid, test; missing ones are 0); None stays None."""
-    if text is None:
+def parse_split(split: str | Sequence[float] | None) -> list[float] | None:
+    """[98, 1, 1], or '98,1,1' -> three shares that sum to one (train, validation, test); None stays None."""
+    if split is None:
         return None
     try:
-        parts = [float(part) for part in str(text).split(",")]
+        parts = [float(part) for part in (split.split(",") if isinstance(split, str) else split)]
     except ValueError:
         parts = []
-    if not 1 <= len(parts) <= 3 or min(parts) < 0 or parts[0] == 0:
-        raise DataError(f'data.split={text}: write shares of train, validation and test, as in "98,1,1"')
-    parts += [0.0] * (3 - len(parts))
+    if len(parts) != 3 or min(parts) < 0 or parts[0] == 0:
+        raise DataError(f"data.split={split}: write the shares of train, validation and test, as in [98, 1, 1]")
     return [part / sum(parts) for part in parts]
 
 
@@ -209,26 +228,3 @@ def split_bounds(documents: int, shares: Sequence[float]) -> list[int]:
         bounds.append(min(documents, int(round(float(end) * documents))))
     bounds[-1] = documents
     return bounds
-
-
-def read_info(prefix: str) -> dict[str, Any] | None:
-    """PREFIX.json as `megafour prepare` wrote it; None for a dataset made by another tool."""
-    path = Path(prefix + ".json")
-    if not path.is_file():
-        return None
-    try:
-        info = json.loads(path.read_text(encoding="utf-8"))
-        return info if isinstance(info["tokenizer"], dict) else None
-    except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{path} is not the description of a dataset: {error!r}") from error
-
-
-def check_tokenizer(prefix: str, tokenizer: TokenizerInfo) -> None:
-    """Refuses a dataset that was prepared with another tokenizer than the run's."""
-    info = read_info(prefix)
-    if info and tokenizer.hash and info["tokenizer"].get("hash") != tokenizer.hash:
-        other = info["tokenizer"]
-        raise DataError(
-            f"{prefix}.json: prepared with another {other.get('kind')} tokenizer (vocabulary {other.get('vocab_size')}, hash "
-            f"{other.get('hash')}) than data.tokenizer ({tokenizer.kind}, vocabulary {tokenizer.vocab_size}, hash {tokenizer.hash})"
-        )

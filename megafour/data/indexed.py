@@ -1,7 +1,8 @@
 """Megatron's indexed dataset: PREFIX.bin holds the tokens, PREFIX.idx says where each sequence and document begins.
 
-`.idx`, little-endian, no padding: 9 bytes `MMIDIDX\\0\\0`; u64 version 1; u8 dtype code; u64 sequences S; u64 D = documents + 1;
-S x i32 lengths in tokens; S x i64 byte offsets into `.bin`; D x i64 document boundaries as sequence numbers, the first 0.
+`.idx`, little-endian, no padding: 9 bytes `MMIDIDX\\0\\0`; u64 version 1; u8 dtype code; u64 sequences S; u64 D =
+documents + 1; S x i32 lengths in tokens; S x i64 byte offsets into `.bin`; D x i64 document boundaries as sequence
+numbers, the first 0.
 """
 
 from __future__ import annotations
@@ -38,8 +39,9 @@ def strip_suffix(prefix: str | os.PathLike[str]) -> str:
 class IndexedDataset:
     """A dataset in Megatron's format, read through memory maps: opening costs neither memory nor a pass over the index.
 
-    lengths: i32 [S], tokens of each sequence. pointers: i64 [S], byte offsets. documents: i64 [D], boundaries as sequence numbers.
-    Raises DataError when a file is missing, cut short, of another format, or not a gapless stream of tokens.
+    lengths: i32 [S], tokens of each sequence. pointers: i64 [S], byte offsets. documents: i64 [D], boundaries as
+    sequence numbers. Raises DataError when a file is missing, cut short, of another format, or not a gapless stream of
+    tokens.
     """
 
     def __init__(self, prefix: str | os.PathLike[str]) -> None:
@@ -47,7 +49,9 @@ class IndexedDataset:
         self.bin_path, self.idx_path = Path(self.prefix + ".bin"), Path(self.prefix + ".idx")
         for path in (self.idx_path, self.bin_path):
             if not path.is_file():
-                raise DataError(f"{path} does not exist; a dataset is PREFIX.bin and PREFIX.idx, made by `megafour prepare`")
+                raise DataError(
+                    f"{path} does not exist; a dataset is PREFIX.bin and PREFIX.idx, made by `megafour prepare`"
+                )
         self._map_index()
         self.tokens = self._map_tokens()
         self._check_gapless()
@@ -60,13 +64,17 @@ class IndexedDataset:
             raise DataError(f"{self.idx_path} is no Megatron index: it must start with {MAGIC!r}, found {head[:9]!r}")
         _, version, code, sequences, boundaries = HEADER.unpack(head)
         if version != 1 or code not in DTYPES:
-            raise DataError(f"{self.idx_path}: version {version} with dtype code {code}; known are version 1, codes 1 to 8")
+            raise DataError(
+                f"{self.idx_path}: version {version} with dtype code {code}; known are version 1, codes 1 to 8"
+            )
         self.dtype = np.dtype(DTYPES[code])
         if self.dtype.kind == "f":
             raise DataError(f"{self.idx_path}: holds {self.dtype.name} values, not token ids")
         expected = HEADER.size + 12 * sequences + 8 * boundaries
         if size != expected:
-            raise DataError(f"{self.idx_path}: {size} bytes, but {sequences} sequences and {boundaries - 1} documents take {expected}")
+            raise DataError(
+                f"{self.idx_path}: {size} bytes, but {sequences} sequences, {boundaries - 1} documents take {expected}"
+            )
         raw = np.memmap(self.idx_path, mode="r", dtype=np.uint8)
         at = HEADER.size
         self.lengths = np.frombuffer(raw, "<i4", sequences, at)
@@ -82,11 +90,13 @@ class IndexedDataset:
         return np.memmap(self.bin_path, mode="r", dtype=self.dtype)
 
     def _check_gapless(self) -> None:
-        """Samples are cut from the token stream itself, so sequences must follow one another in it; 1,024 places are looked at."""
+        """Samples are cut from the stream itself: sequences must follow one another in it. Looks at 1,024 places."""
         count = len(self.lengths)
         if count == 0:
             if len(self.tokens):
-                raise DataError(f"{self.idx_path} lists no sequence, but {self.bin_path} holds {len(self.tokens)} tokens")
+                raise DataError(
+                    f"{self.idx_path} lists no sequence, but {self.bin_path} holds {len(self.tokens)} tokens"
+                )
             return
         places = np.unique(np.linspace(0, count - 1, min(count, 1024)).astype(np.int64))
         ends = self.pointers[places] + self.lengths[places].astype(np.int64) * self.dtype.itemsize
@@ -95,7 +105,8 @@ class IndexedDataset:
         if self.pointers[0] != 0 or (ends != following).any():
             at = int(places[np.argmax(ends != following)])
             raise DataError(
-                f"{self.prefix}: index and tokens disagree near sequence {at} (ends at byte {int(ends[places == at][0])}, "
+                f"{self.prefix}: index and tokens disagree near sequence {at} (it ends at byte "
+                f"{int(ends[places == at][0])}, "
                 f"the next begins at {int(following[places == at][0])}); is {self.bin_path} whole?"
             )
 
@@ -111,10 +122,11 @@ class IndexedDataset:
 
     @property
     def num_documents(self) -> int:
+        """Documents, of one or more sequences each."""
         return max(0, len(self.documents) - 1)
 
     def token_offset(self, document: int) -> int:
-        """Where document `document` begins in the token stream, in tokens; the number of documents gives the stream's end."""
+        """Where a document begins in the token stream, in tokens; the number of documents gives the stream's end."""
         sequence = int(self.documents[document]) if len(self.documents) else 0
         if sequence >= len(self.lengths):
             return len(self.tokens)
@@ -140,11 +152,14 @@ class IndexedWriter:
         values = np.asarray(tokens, dtype=np.int64).reshape(-1)
         check_ids(values, self.vocab_size, f"{self.prefix}: document {len(self._lengths)}")
         if len(values) > MAX_LENGTH:
-            raise DataError(f"{self.prefix}: document {len(self._lengths)} has {len(values)} tokens, more than {MAX_LENGTH}")
+            raise DataError(
+                f"{self.prefix}: document {len(self._lengths)} has {len(values)} tokens, more than {MAX_LENGTH}"
+            )
         self._bin.write(values.astype(self.dtype).tobytes())
         self._lengths.append(len(values))
 
     def finish(self) -> None:
+        """Closes the dataset and moves it to its name."""
         self._bin.close()
         write_index(self._aside[1], np.asarray(self._lengths, dtype="<i4"), self.dtype)
         publish(self._aside[0], self.prefix + ".bin")
@@ -170,7 +185,7 @@ def check_ids(values: np.ndarray, vocab_size: int, where: str) -> None:
 
 
 def write_index(path: str | os.PathLike[str], lengths: np.ndarray, dtype: np.dtype) -> None:
-    """Writes the index of a stream in which every document is one sequence. lengths: i32 [S], a memory map is welcome."""
+    """Writes the index of a stream whose documents are one sequence each. lengths: i32 [S], or a memory map of them."""
     count = len(lengths)
     with open(path, "wb") as file:
         file.write(HEADER.pack(MAGIC, 1, CODES[np.dtype(dtype)], count, count + 1))

@@ -20,14 +20,15 @@ AHEAD = 2  # steps read ahead per worker
 class BatchLoader:
     """Iterates over steps; each gives this rank's micro-batches, in order.
 
-    Step k of the run holds the global samples [start, start + global_batch_size); rank r takes a contiguous global/dp_size of them,
-    micro-batch m its m-th slice of micro_batch_size. So what a step trains on depends on its first sample alone, and a run resumed
-    at any dp or micro-batch size goes on where it stopped: `start_sample` is the number of samples consumed.
+    Step k of the run holds the global samples [start, start + global_batch_size); rank r takes a contiguous
+    global/dp_size of them, micro-batch m its m-th slice of micro_batch_size. So what a step trains on depends on its
+    first sample alone, and a run resumed at any dp or micro-batch size goes on where it stopped: `start_sample` is the
+    number of samples consumed.
 
-    positions: int64 [s_local], the global positions that this rank's layout holds. skip_samples: global sample numbers that are
-    replaced by samples without tokens or labels. workers: threads that read ahead (reading waits for the disk, not for Python); the
-    batches are the same for any number, and an error in one is raised here, with its traceback, at the step it belongs to.
-    A training set never ends; an evaluation set ends with the step that holds its last sample.
+    positions: int64 [s_local], the global positions that this rank's layout holds. skip_samples: global sample numbers
+    that are replaced by samples without tokens or labels. workers: threads that read ahead (reading waits for the disk,
+    not for Python); the batches are the same for any number, and an error in one is raised here, with its traceback, at
+    the step it belongs to. A training set never ends; an evaluation set ends with the step that holds its last sample.
     """
 
     def __init__(
@@ -45,7 +46,8 @@ class BatchLoader:
     ) -> None:
         if global_batch_size % (dp_size * micro_batch_size):
             raise DataError(
-                f"train.global_batch_size={global_batch_size} is no multiple of dp x train.micro_batch_size = {dp_size} x {micro_batch_size}"
+                f"train.global_batch_size={global_batch_size} is no multiple of dp x train.micro_batch_size = "
+                f"{dp_size} x {micro_batch_size}"
             )
         self.dataset, self.global_batch_size, self.micro_batch_size = dataset, global_batch_size, micro_batch_size
         self.per_rank = global_batch_size // dp_size

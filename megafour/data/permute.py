@@ -33,9 +33,10 @@ def address(*parts: int) -> int:
 class Permutation:
     """A bijection of [0, size) chosen by a 64-bit key: no table, any entry in microseconds, alike on all ranks.
 
-    A Feistel network permutes the next power of two (at least 64); values that fall outside [0, size) are permuted again until
-    they fall inside ("cycle walking", Black and Rogaway 2002), which keeps it a bijection and takes under two turns on average.
-    A stored shuffle of a large corpus would cost every rank gigabytes, or a cache file that ranks and jobs race for.
+    A Feistel network permutes the next power of two (at least 64); values that fall outside [0, size) are permuted
+    again until they fall inside ("cycle walking", Black and Rogaway 2002), which keeps it a bijection and takes under
+    two turns on average. A stored shuffle of a large corpus would cost every rank gigabytes, or a cache file that ranks
+    and jobs race for.
     """
 
     def __init__(self, size: int, key: int) -> None:
@@ -67,10 +68,11 @@ class Permutation:
 class Blend:
     """Interleaves sources by weight: after any n samples, source j has given n x weight_j of them to within one sample.
 
-    The order is that of Tijdeman's chairman assignment (1980), whose largest deviation is 1 - 1/(2k-2) for k sources: item m of
-    source j becomes eligible at (m + d)/w_j and the eligible item with the earliest (m + 1 - d)/w_j goes next, d = 1/(2k-2).
-    Weights are taken as the decimal numbers that were written. Over a common denominator L the order repeats every L samples, so a
-    source's own position follows from the global index alone. Where L would exceed 2^20, weights are rounded to multiples of 2^-20.
+    The order is that of Tijdeman's chairman assignment (1980), whose largest deviation is 1 - 1/(2k-2) for k sources:
+    item m of source j becomes eligible at (m + d)/w_j and the eligible item with the earliest (m + 1 - d)/w_j goes
+    next, d = 1/(2k-2). Weights are taken as the decimal numbers that were written. Over a common denominator L the
+    order repeats every L samples, so a source's own position follows from the global index alone. Where L would exceed
+    2^20, weights are rounded to multiples of 2^-20.
     """
 
     def __init__(self, weights: list[float]) -> None:
