@@ -159,8 +159,9 @@ def test_live_activations_stay_within_the_bound(pool, name):
     assert pool.run(count_live, 4, name, 6) == [(peak, 0) for peak in bound]
 
 
-def output_is_freed(rank, world):
-    """Whether the memory of the first micro-batch's output is gone while its graph waits for the backward."""
+def what_is_freed(rank, world):
+    """Before each backward: on the first stage whether the outputs sent so far are gone, though their graphs wait; on
+    the last whether the inputs of earlier micro-batches are."""
     seen, gone = [], []
 
     def forward(microbatch, x):
@@ -169,20 +170,20 @@ def output_is_freed(rank, world):
             y = leaf + microbatch  # an addition saves neither operand nor result
             seen.append(weakref.ref(y.untyped_storage()))
             return y
+        seen.append(weakref.ref(x.untyped_storage()))
         return x.sum()
 
     def before_backward(microbatch, last):
-        if rank == 0:
-            gc.collect()
-            gone.append(all(ref() is None for ref in seen[:microbatch + 1]))
+        gc.collect()
+        gone.append(all(ref() is None for ref in seen[:microbatch + (rank == 0)]))
 
     run_schedule(build("1f1b", world, 3), group=group_of(rank, world), chunks=[forward], activation=SHAPE,
                  before_backward=before_backward)
     return gone
 
 
-def test_a_sent_output_is_freed(pool):
-    assert pool.run(output_is_freed, 2)[0][1:] == [True, True]
+def test_outputs_go_when_sent_and_inputs_after_their_backward(pool):
+    assert [gone[1:] for gone in pool.run(what_is_freed, 2)] == [[True, True]] * 2
 
 
 def long_evaluation(rank, world):
