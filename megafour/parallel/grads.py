@@ -25,10 +25,10 @@ def attach_main_grad(param: nn.Parameter, buffer: Tensor, ready: Callable[[nn.Pa
 
 
 def _move_grad(param: Tensor) -> None:
-    assert isinstance(param, nn.Parameter)
-    if param.grad is not None:
-        param.main_grad.add_(param.grad)  # type: ignore[attr-defined]
-        param.grad = None
+    if param.grad is None:  # a layer wrote into the buffer itself; torch calls this hook for it all the same
+        return
+    param.main_grad.add_(param.grad)  # type: ignore[attr-defined]
+    param.grad = None
     param.grad_ready(param)  # type: ignore[attr-defined]
 
 

@@ -10,7 +10,6 @@ from megafour.model.build import AttentionCore
 from megafour.model.stage import DTYPES, build_stage, initialize
 from megafour.optim.optimizer import ShardedOptimizer
 from megafour.parallel.data.buckets import GradientBuckets
-from megafour.parallel.pipeline.executor import Pipeline
 from megafour.trainer.scaler import LossScaler
 from megafour.trainer.step import TrainState
 
@@ -33,8 +32,8 @@ def build_state(config: Config, mesh: Mesh, vocab_size: int, *, attention: Atten
                               accumulate=torch.promote_types(precision, torch.float32))
     initialize(stage, config.run.seed)
     optimizer = ShardedOptimizer(config.optimizer, buckets)
-    pipeline = Pipeline(config.parallel.pipeline.schedule, mesh.group("pp"))
     groups = {"tp": mesh.group("tp"), "kv": mesh.kv_replicas(config.model.kv_heads),
               "embedding": mesh.group("embedding")}
-    return TrainState(mesh, stage, buckets, optimizer, pipeline, LossScaler.for_precision(config.train.precision),
+    return TrainState(mesh, stage, buckets, optimizer, config.parallel.pipeline.schedule,
+                      LossScaler.for_precision(config.train.precision),
                       groups, config.train.grad_clip)

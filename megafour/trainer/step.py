@@ -14,7 +14,9 @@ from megafour.mesh import Mesh
 from megafour.model.stage import Stage
 from megafour.optim.optimizer import ShardedOptimizer
 from megafour.parallel.data.buckets import GradientBuckets, squared_norm, sync_replicated
-from megafour.parallel.pipeline.executor import Pipeline
+from megafour.parallel.pipeline.actions import Placement
+from megafour.parallel.pipeline.executor import Activation, run_forward_only, run_schedule
+from megafour.parallel.pipeline.schedules import build as build_schedule
 from megafour.parallel.tensor.cross_entropy import IGNORE
 from megafour.trainer.scaler import LossScaler
 
@@ -41,7 +43,8 @@ class TrainState:
     stage: Stage
     buckets: GradientBuckets
     optimizer: ShardedOptimizer
-    pipeline: Pipeline
+    schedule: str
+    """Name of the pipeline schedule."""
     scaler: LossScaler
     groups: dict
     """Groups by the names that pieces give (`tp`, `kv`, `embedding`)."""
@@ -90,10 +93,17 @@ def forward_backward(state: TrainState, batches: list[MicroBatch], step: int, va
         if last and reduce:
             state.buckets.start_reduction()
 
-    state.pipeline.run(len(batches), forward, shape=stage.activation_shape(batches[0].tokens.shape[0]),
-                       dtype=stage.build.dtype, device=device, before_backward=before_backward)
+    table = build_schedule(state.schedule, state.mesh.pp, len(batches))
+    run_schedule(table, group=state.mesh.group("pp"), chunks=[forward], activation=wire(state, batches),
+                 before_backward=before_backward)
     total = torch.stack(losses).double().sum() if losses else torch.zeros((), dtype=torch.float64, device=device)
     return total / state.scaler.scale
+
+
+def wire(state: TrainState, batches: list[MicroBatch]) -> Activation:
+    """What travels between stages."""
+    shape = state.stage.activation_shape(batches[0].tokens.shape[0])
+    return Activation(shape, state.stage.build.dtype, state.mesh.device)
 
 
 def count_valid_tokens(batches: list[MicroBatch], mesh: Mesh) -> int:
@@ -140,9 +150,8 @@ def evaluate_batch(state: TrainState, batches: list[MicroBatch]) -> tuple[float,
         return stage(batches[index], x, one, step=0, train=False)
 
     with torch.no_grad():
-        losses = state.pipeline.run_forward(
-            len(batches), forward, shape=stage.activation_shape(batches[0].tokens.shape[0]), dtype=stage.build.dtype,
-            device=device)
+        losses = run_forward_only(len(batches), placement=Placement.looped(state.mesh.pp), group=state.mesh.group("pp"),
+                                  chunks=[forward], activation=wire(state, batches))
     counted = stage.is_last and state.mesh.group("tp").rank == 0
     total = torch.zeros((), dtype=torch.float64, device=device)
     if counted:

@@ -1,0 +1,67 @@
+"""What a person needs when numbers go wrong: which tensor, on which rank, from which samples; and every norm."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from megafour.data.batch import MicroBatch
+from megafour.parallel.pieces import named_pieces
+from megafour.trainer.step import TrainState, count_valid_tokens, forward_backward
+
+
+def not_finite(state: TrainState, batches: list[MicroBatch], step: int) -> str:
+    """Name the first tensor, rank and samples whose gradient is not finite, alike on all ranks.
+
+    After the reduction every rank holds the sum, so the step's passes are run once more without it: the dropout bits
+    are addressed, so they give the same values. Each micro-batch is run alone, to tell the samples apart.
+    """
+    mine: tuple[str, str, list[int]] | None = None
+    for batch in batches:
+        valid = count_valid_tokens([batch], state.mesh)
+        forward_backward(state, [batch], step, valid, reduce=False)
+        name = _first_bad(state)
+        if name is not None and mine is None:
+            mine = (state.mesh.describe(), name, batch.samples.tolist())
+    found = [mine]
+    if dist.is_initialized() and state.mesh.world > 1:
+        found = [None] * state.mesh.world
+        dist.all_gather_object(found, mine)
+    state.buckets.zero()
+    named = [f for f in found if f is not None]
+    if not named:
+        return "not finite after the reduction only (an overflow of the sum over ranks)"
+    rank, name, samples = named[0]
+    more = f", and {len(named) - 1} more ranks" if len(named) > 1 else ""
+    return f"gradient of {name} on {rank}, samples {', '.join(map(str, samples))}{more}"
+
+
+def _first_bad(state: TrainState) -> str | None:
+    """The logical name of the first gradient that is not finite here, in the order in which backward makes them."""
+    for param, piece in reversed(list(named_pieces(state.stage))):
+        if not bool(torch.isfinite(piece.view(param.main_grad)).all()):  # type: ignore[attr-defined]
+            return piece.name
+    return None
+
+
+def parameter_norms(state: TrainState) -> list[str]:
+    """Lines `name: weight norm, gradient norm` over all ranks, each logical parameter once."""
+    local: dict[str, tuple[float, float]] = {}
+    seen = state.buckets.sharded or state.mesh.group("dp_cp").rank == 0
+    for _, bucket, master in (s for s in state.optimizer.flat_states() if s[0] == "weights"):
+        grads = bucket.grads[bucket.shard]
+        for _, piece, a, b in bucket.shard_ranges():
+            if piece.counted and seen:
+                w, g = local.get(piece.name, (0.0, 0.0))
+                local[piece.name] = (w + float(master[a:b].double().square().sum()),
+                                     g + float(grads[a:b].double().square().sum()))
+    everyone: list[dict[str, tuple[float, float]] | None] = [local]
+    if state.mesh.world > 1:
+        everyone = [None] * state.mesh.world
+        dist.all_gather_object(everyone, local)
+    total: dict[str, tuple[float, float]] = {}
+    for part in everyone:
+        for name, (w, g) in (part or {}).items():
+            old = total.get(name, (0.0, 0.0))
+            total[name] = (old[0] + w, old[1] + g)
+    return [f"{name}: weight norm {w**0.5:.6g}, gradient norm {g**0.5:.6g}" for name, (w, g) in sorted(total.items())]

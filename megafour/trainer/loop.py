@@ -1,0 +1,227 @@
+"""The training loop: steps, evaluations and checkpoints in their order, until the end or a request to stop."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megafour.checkpoint import store
+from megafour.comm import primitives
+from megafour.config.load import to_yaml
+from megafour.config.schema import Config
+from megafour.cost.flops import mfu, model_flops
+from megafour.data.batch import MicroBatch
+from megafour.data.dataset import Datasets
+from megafour.data.loader import BatchLoader
+from megafour.data.tokenizer import Tokenizer
+from megafour.optim.lr_schedule import learning_rate
+from megafour.trainer import diagnose
+from megafour.trainer.memory import peak_bytes
+from megafour.trainer.saving import logical_tensors, restore_small_state, small_state
+from megafour.trainer.step import StepResult, TrainState, control_sum, evaluate_batch, train_step
+
+
+class TrainingError(Exception):
+    """Training cannot go on; one line says why."""
+
+
+@dataclass
+class Progress:
+    """Where the run stands; survives in every checkpoint."""
+
+    step: int = 0
+    consumed_samples: int = 0
+    consumed_tokens: int = 0
+    skipped_steps: int = 0
+    skipped_in_a_row: int = 0
+
+
+@dataclass
+class Run:
+    """One training run on one rank."""
+
+    config: Config
+    state: TrainState
+    datasets: Datasets
+    tokenizer: Tokenizer | None
+    write: Callable[[dict[str, Any]], None]
+    """Takes the metrics of a step; does nothing but on the one writer."""
+    say: Callable[[str], None]
+    """Takes a line for people; does nothing but on the one writer."""
+    stop_asked: Callable[[], bool]
+    """Whether this process was asked to stop (a signal, the stop file)."""
+    peak_tflops: float | None = None
+    progress: Progress = field(default_factory=Progress)
+    saved_step: int = -1
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """All ranks, for checkpoints; None in a world of one."""
+        return self.state.mesh.group("world").pg
+
+    @property
+    def flops_per_token(self) -> float:
+        """Model FLOPs of a trained token (causal attention counted half)."""
+        return model_flops(self.config.model, self.config.data.seq_length, self.state.stage.build.vocab_size).per_token
+
+    # --- data ---------------------------------------------------------------------------------------------------
+
+    def loader(self, dataset: Any, start: int = 0, workers: int = 0) -> BatchLoader:
+        """This rank's micro-batches of a dataset, from global sample `start`."""
+        mesh, cfg = self.state.mesh, self.config
+        return BatchLoader(dataset, dp_rank=mesh.group("dp").rank, dp_size=mesh.dp,
+                           global_batch_size=cfg.train.global_batch_size, micro_batch_size=cfg.train.micro_batch_size,
+                           positions=self.state.stage.build.positions, start_sample=start, workers=workers,
+                           skip_samples=cfg.data.skip_samples if start or dataset is self.datasets.train else ())
+
+    def _on_device(self, batches: list[MicroBatch]) -> list[MicroBatch]:
+        device = self.state.mesh.device
+        return batches if device.type == "cpu" else [b.to(device) for b in batches]
+
+    # --- the loop -----------------------------------------------------------------------------------------------
+
+    def train(self) -> str:
+        """Train to train.steps; returns `finished`, or `preempted` when a stop was asked for. The last step is saved."""
+        cfg, progress = self.config, self.progress
+        steps = iter(self.loader(self.datasets.train, progress.consumed_samples, cfg.data.workers))
+        total = int(cfg.train.steps or 0)
+        outcome = "finished"
+        while progress.step < total:
+            started = time.perf_counter()
+            batches = self._on_device(next(steps))
+            result, lr = self._one_step(batches, total)
+            line = self._metrics(result, lr, time.perf_counter() - started)
+            if progress.step == 1 or self.saved_step < 0:
+                self.saved_step = 0
+                self.state.mesh.shorten_timeout()
+            if cfg.eval.every and progress.step % cfg.eval.every == 0:
+                line.update(self.evaluate())
+            self.write(line)
+            if cfg.checkpoint.every and progress.step % cfg.checkpoint.every == 0:
+                self.save()
+            if result.flags > 0:
+                outcome = "preempted"
+                break
+        self.save()
+        return outcome
+
+    def _one_step(self, batches: list[MicroBatch], total: int) -> tuple[StepResult, float]:
+        cfg, progress, state = self.config, self.progress, self.state
+        lr = learning_rate(cfg.optimizer, cfg.lr_schedule, progress.step, total)
+        if state.mesh.ledger is not None:
+            state.mesh.ledger.reset()
+        with self._profile():
+            result = train_step(state, batches, progress.step, lr, float(self.stop_asked()))
+        if not result.applied:
+            self._skipped(batches, result)
+        else:
+            progress.skipped_in_a_row = 0
+        progress.step += 1
+        progress.consumed_samples += cfg.train.global_batch_size
+        progress.consumed_tokens += cfg.train.global_batch_size * cfg.data.seq_length
+        if cfg.logging.parameter_norms and progress.step % cfg.logging.parameter_norms == 0:
+            for text in diagnose.parameter_norms(state):
+                self.say(text)
+        if state.mesh.ledger is not None and (progress.step == 1 or progress.step % cfg.logging.every == 0):
+            self.say(f"traffic of rank {state.mesh.rank} in step {progress.step}\n{state.mesh.ledger.table()}")
+        return result, lr
+
+    def _skipped(self, batches: list[MicroBatch], result: StepResult) -> None:
+        """Count a step that was not applied, say what was not finite, stop when it goes on."""
+        progress = self.progress
+        progress.skipped_steps += 1
+        progress.skipped_in_a_row += 1
+        if self.state.scaler.dynamic and self.state.scaler.scale > 1:
+            self.say(f"step {progress.step + 1} skipped: gradients overflow in fp16, loss scale {self.state.scaler.scale:g}")
+        else:
+            found = diagnose.not_finite(self.state, batches, progress.step)
+            self.say(f"step {progress.step + 1} skipped: loss {result.loss}, gradient norm {result.grad_norm}; {found}")
+        limit = self.config.train.max_skipped_steps
+        if progress.skipped_in_a_row >= limit:
+            raise TrainingError(f"{limit} steps in a row were skipped (train.max_skipped_steps={limit}): the last at step "
+                                f"{progress.step + 1}, loss {result.loss}, gradient norm {result.grad_norm}")
+
+    def _profile(self) -> Any:
+        from contextlib import nullcontext
+
+        if self.config.logging.profile is None or self.progress.step + 1 != self.config.logging.profile:
+            return nullcontext()
+        path = Path(self.config.run_dir) / "logs" / f"trace-rank-{self.state.mesh.rank}.json"
+        return torch.profiler.profile(on_trace_ready=lambda p: p.export_chrome_trace(str(path)))
+
+    def _metrics(self, result: StepResult, lr: float, seconds: float) -> dict[str, Any]:
+        """The line of this step, keys as documented; the peak is the maximum over ranks."""
+        cfg, mesh, progress = self.config, self.state.mesh, self.progress
+        peak = torch.tensor(float(peak_bytes(mesh.device)), dtype=torch.float64, device=mesh.device)
+        primitives.all_reduce(peak, mesh.group("world"), op="max")
+        rate = cfg.train.global_batch_size * cfg.data.seq_length / seconds
+        return dict(
+            step=progress.step, time=time.time(), loss=result.loss, grad_norm=result.grad_norm, lr=lr,
+            consumed_tokens=progress.consumed_tokens, consumed_samples=progress.consumed_samples,
+            tokens_per_second=rate, tokens_per_second_per_gpu=rate / mesh.world, step_seconds=seconds,
+            mfu=mfu(rate, self.flops_per_token, self.peak_tflops, mesh.world), peak_memory_bytes=int(peak),
+            skipped_steps=progress.skipped_steps)
+
+    # --- evaluation ---------------------------------------------------------------------------------------------
+
+    def evaluate(self) -> dict[str, float]:
+        """`valid_loss/NAME` of every validation set over at most eval.batches global batches; changes nothing."""
+        losses = {}
+        for name, dataset in self.datasets.valid.items():
+            total, tokens = 0.0, 0
+            for index, batches in enumerate(self.loader(dataset)):
+                if index == self.config.eval.batches:
+                    break
+                part, valid = evaluate_batch(self.state, self._on_device(batches))
+                total, tokens = total + part, tokens + valid
+            losses[f"valid_loss/{name}"] = total / max(tokens, 1)
+        return losses
+
+    # --- checkpoints --------------------------------------------------------------------------------------------
+
+    def save(self) -> None:
+        """Save this step, unless it is saved already, and prune old ones."""
+        cfg, progress = self.config, self.progress
+        if self.saved_step == progress.step:
+            return
+        folder = Path(cfg.checkpoint_dir)
+        files: dict[str, Path | str] = {"config.yaml": to_yaml(cfg)}
+        if self.tokenizer is not None:
+            files.update(self.tokenizer.files())
+        store.save(folder, progress.step, logical_tensors(self.state),
+                   small_state(self.state, progress.step, progress.consumed_samples, progress.consumed_tokens,
+                               progress.skipped_steps), files, self.group)
+        self.saved_step = progress.step
+        if self.state.mesh.rank == 0:
+            store.prune(folder, cfg.checkpoint.keep, cfg.checkpoint.keep_every)
+
+    def restore(self, path: Path) -> None:
+        """Go on from a checkpoint of any mesh."""
+        saved = store.load(path, logical_tensors(self.state), self.group, cast=True)
+        restore_small_state(self.state, saved)
+        self.progress = Progress(saved["step"], saved["consumed_samples"], saved["consumed_tokens"],
+                                 saved["skipped_steps"])
+        self.saved_step = self.progress.step
+
+    def start_from(self, path: Path, *, optimizer: bool) -> None:
+        """Take weights (and moments) from another run's checkpoint, at step 0."""
+        only = ("",) if optimizer else ("weights/",)
+        saved = store.load(path, logical_tensors(self.state, optimizer=optimizer), self.group, only=only, cast=True)
+        if optimizer:
+            self.state.optimizer.set_updates(int(saved["optimizer_updates"]))
+        self.state.optimizer.publish()
+
+
+def batches_forever(loader: BatchLoader) -> Iterator[list[MicroBatch]]:
+    """The loader's steps, without end."""
+    while True:
+        yield from loader
+
+
+__all__ = ["Progress", "Run", "TrainingError", "control_sum"]

@@ -1,0 +1,212 @@
+"""The folder of a run: config, status, lock, where to resume from, and what a resumed run sets aside."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from torch.distributed import ProcessGroup
+
+from megafour.checkpoint import folder as checkpoints
+from megafour.checkpoint.agreement import first_does, rank_in
+from megafour.checkpoint.errors import CheckpointError
+from megafour.config.load import to_yaml
+from megafour.config.schema import Config
+from megafour.trainer.lock import RunLock
+
+T = TypeVar("T")
+STATES = ("running", "finished", "preempted", "failed")
+
+
+@dataclass
+class RunFolder:
+    """An open run's folder on one rank; the first rank of the group holds its lock and writes in it."""
+
+    path: Path
+    checkpoints: Path
+    resume_from: Path | None
+    """The checkpoint that the run goes on from; None: it starts at step 0."""
+    lock: RunLock | None
+    """Held by the first rank; None on the others."""
+    group: ProcessGroup | None
+
+    @property
+    def logs(self) -> Path:
+        """Folder of the ranks' logs."""
+        return self.path / "logs"
+
+    @property
+    def stop_file(self) -> Path:
+        """`touch` it to end the run after its step, saved."""
+        return self.path / "stop"
+
+    def begin(self, step: int, config: Config) -> None:
+        """Training starts from `step`: set aside what later steps left, write config.yaml and status.json.
+
+        Every rank calls it together, after the checkpoint was loaded: a checkpoint that does not fit this model then
+        leaves the folder as it was.
+        """
+        def work() -> None:
+            checkpoints.set_aside(self.checkpoints, step)
+            set_metrics_aside(self.path / "metrics.jsonl", step)
+            write_config(self.path, to_yaml(config))
+            write_status(self.path, "running", step)
+
+        self._first(work, f"preparing {self.path}")
+
+    def status(self, state: str, step: int, reason: str | None = None) -> None:
+        """Say in status.json where the run stands. Only the first rank writes."""
+        if rank_in(self.group) == 0:
+            write_status(self.path, state, step, reason)
+
+    def fail(self, step: int, reason: str) -> None:
+        """Any rank that fails says why; the first reason stays, since later ones follow from it."""
+        if read_status(self.path).get("state") == "running":
+            write_status(self.path, "failed", step, reason)
+
+    def close(self) -> None:
+        """Give the lock back. The stop file has been answered and goes too."""
+        if self.lock is not None:
+            if not self.lock.lost and read_status(self.path).get("state") != "running":
+                self.stop_file.unlink(missing_ok=True)
+            self.lock.release()
+            self.lock = None
+
+    def _first(self, work: Callable[[], T], what: str) -> T:
+        return first_does(work, self.group, what)
+
+
+def open_run_folder(config: Config, group: ProcessGroup | None) -> RunFolder:
+    """Lock the run's folder and find where to resume from. Every rank calls it together.
+
+    Args:
+        config: resolved; run.dir, checkpoint.dir and checkpoint.resume count.
+        group: all ranks; None: this process alone.
+    Raises:
+        CheckpointError: on all ranks alike: a live run holds the folder, a node does not see it, or there is no
+        checkpoint as checkpoint.resume asks for.
+    """
+    path, saved = Path(config.run_dir), Path(config.checkpoint_dir)
+    for shared in dict.fromkeys((path, saved)):
+        checkpoints.check_shared(shared, group)
+    locks: list[RunLock] = []
+
+    def work() -> Path | None:
+        (path / "logs").mkdir(exist_ok=True)
+        locks.append(RunLock(path / "lock").acquire())
+        checkpoints.tidy(saved)
+        return resume_point(saved, config.checkpoint.resume)
+
+    try:
+        resume_from = first_does(work, group, f"opening {path}")
+    except CheckpointError:
+        for lock in locks:
+            lock.release()
+        raise
+    return RunFolder(path, saved, resume_from, locks[0] if locks else None, group)
+
+
+def resume_point(folder: Path, resume: int | str) -> Path | None:
+    """The checkpoint that `checkpoint.resume` means; None: start at step 0.
+
+    Args:
+        folder: of the run's own checkpoints.
+        resume: `auto` (the newest whole one, if any), `never` (refuse a folder that holds any), a step, or a path.
+    Raises:
+        CheckpointError: when there is no such checkpoint, it is damaged, or `never` finds one.
+    """
+    steps = checkpoints.list_steps(folder)
+    if resume == "never":
+        if steps:
+            raise CheckpointError(
+                f"checkpoint.resume=never, but {folder} holds checkpoints (steps {_listed(steps)}); give another "
+                f"run.dir or run.name, or checkpoint.resume=auto to go on")
+        return None
+    if resume == "auto":
+        if not steps:
+            return None
+        path = checkpoints.step_path(folder, steps[-1])
+    elif isinstance(resume, int) or resume.isdecimal():
+        if int(resume) not in steps:
+            raise CheckpointError(f"checkpoint.resume={resume}: {folder} has no whole checkpoint of that step, but "
+                                  f"{f'steps {_listed(steps)}' if steps else 'none at all'}")
+        path = checkpoints.step_path(folder, int(resume))
+    else:
+        try:
+            path = checkpoints.find(Path(resume))
+        except CheckpointError as error:
+            raise CheckpointError(f"checkpoint.resume={resume}: {error}") from None
+    try:
+        checkpoints.check_manifest(path)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}; checkpoint.resume=STEP goes on from another: {_listed(steps)}") from None
+    return path
+
+
+def _listed(steps: list[int]) -> str:
+    """The newest few steps."""
+    return ("…, " if len(steps) > 8 else "") + ", ".join(map(str, steps[-8:]))
+
+
+def set_metrics_aside(path: Path, step: int) -> Path | None:
+    """Move the lines of later steps to `metrics.jsonl.abandoned`, so that the file has each step once.
+
+    A last line that a crash has cut short is dropped.
+
+    Returns:
+        the file with the lines that were moved, if any.
+    """
+    if not path.exists():
+        return None
+    kept: list[str] = []
+    later: list[str] = []
+    for line in path.read_text().splitlines():
+        try:
+            (kept if int(json.loads(line)["step"]) <= step else later).append(line + "\n")
+        except (ValueError, KeyError, TypeError):
+            continue
+    aside = None
+    if later:
+        aside = checkpoints.unused(path, "abandoned")
+        checkpoints.write_file(aside, "".join(later))
+    _replace(path, "".join(kept))
+    return aside
+
+
+def write_config(folder: Path, text: str) -> None:
+    """Write config.yaml; one that differs from it stays as `config-N.yaml`."""
+    path = folder / "config.yaml"
+    if path.exists():
+        if path.read_text() == text:
+            return
+        numbers = [int(name.removeprefix("config-")) for name in (p.stem for p in folder.glob("config-*.yaml"))
+                   if name.removeprefix("config-").isdecimal()]
+        path.rename(folder / f"config-{max(numbers, default=0) + 1}.yaml")
+    _replace(path, text)
+
+
+def write_status(folder: Path, state: str, step: int, reason: str | None = None) -> None:
+    """Write status.json: `state`, `step`, `reason`, and when it was written (seconds since 1970)."""
+    if state not in STATES:
+        raise ValueError(f"{state} is none of {STATES}")
+    _replace(folder / "status.json", json.dumps({"state": state, "step": step, "reason": reason, "time": time.time()}))
+
+
+def read_status(folder: Path) -> dict:
+    """status.json; empty when there is none."""
+    try:
+        return json.loads((folder / "status.json").read_text())
+    except (OSError, ValueError):
+        return {}
+
+
+def _replace(path: Path, text: str) -> None:
+    """Give a file new content in one move: a reader sees the old or the new one."""
+    aside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    checkpoints.write_file(aside, text)
+    os.replace(aside, path)

@@ -1,0 +1,41 @@
+"""The entry point: load the config, train.
+
+    torchrun --nproc-per-node N train.py --config FILE [section.key=value ...]
+    python train.py --check [--world N] --config FILE [section.key=value ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """The command line; overrides are `section.key=value` words."""
+    parser = argparse.ArgumentParser(description="Train a model on a DP×PP×TP×CP mesh.")
+    parser.add_argument("--config", help="YAML file; it names only what it changes")
+    parser.add_argument("--check", action="store_true", help="validate and resolve the config without launching")
+    parser.add_argument("--world", type=int, help="number of processes that --check assumes")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="change one key")
+    args = parser.parse_intermixed_args(argv)
+    if args.world is not None and not args.check:
+        parser.error("--world goes with --check; a launch takes its world from torchrun")
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit code: 0 done, 1 failed, 2 wrong argument or config."""
+    args = parse(sys.argv[1:] if argv is None else argv)
+    # Before torch is imported: oversubscribed OpenMP threads spin, which is several times slower.
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // local, 1)))
+    from megafour.trainer.main import check, run
+
+    if args.check:
+        return check(args.config, args.overrides, args.world)
+    return run(args.config, args.overrides)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
