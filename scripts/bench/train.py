@@ -43,26 +43,24 @@ CASES: dict[str, tuple[int, dict]] = {
 
 @dataclass
 class Sample:
-    """One run: tokens per second, seconds from launch to the end of the first step, peak GiB of one process."""
+    """One run: tokens per second, seconds from launch to the end of the first step, peak resident GiB of one process
+    over its steps (the largest of them; the checkpoint that a run writes at its end is not in it)."""
 
     speed: float
     start: float
     memory: float
 
 
-def launch(command: list[str], threads: int, log: Path) -> tuple[float, float]:
-    """Run a command to its end. Returns the wall time of its launch, and the peak GiB of its largest process."""
+def launch(command: list[str], threads: int, log: Path) -> float:
+    """Run a command to its end. Returns the wall time of its launch."""
     env = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(ROOT)}
     env = {k: v for k, v in env.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     began = time.time()
     with log.open("w") as out:
-        child = subprocess.Popen(command, cwd=ROOT, env=env, stdout=out, stderr=subprocess.STDOUT)
-        _, status, usage = os.wait4(child.pid, 0)
-    child.returncode = os.waitstatus_to_exitcode(status)
-    if child.returncode:
-        sys.exit(f"error: `{' '.join(command)}` ended with {child.returncode}:\n{log.read_text()[-3000:]}")
-    unit = 2**30 if sys.platform == "darwin" else 2**20
-    return began, usage.ru_maxrss / unit
+        code = subprocess.run(command, cwd=ROOT, env=env, stdout=out, stderr=subprocess.STDOUT).returncode
+    if code:
+        sys.exit(f"error: `{' '.join(command)}` ended with {code}:\n{log.read_text()[-3000:]}")
+    return began
 
 
 def run_plain(dtype: str, args: argparse.Namespace, work: Path, keep_heap: bool) -> Sample:
@@ -78,23 +76,23 @@ def run_plain(dtype: str, args: argparse.Namespace, work: Path, keep_heap: bool)
 def run_product(case: str, dtype: str, args: argparse.Namespace, work: Path) -> Sample:
     """One run of megafour on a mesh; its speed is the median over the steps after the first."""
     world, parallel = CASES[case]
-    metrics, began, memory = train(world, config(work, dtype, args.steps + 1, parallel), args.threads // world, work)
+    metrics, began = train(world, config(work, dtype, args.steps + 1, parallel), args.threads // world, work)
     speed = statistics.median(line["tokens_per_second"] for line in metrics[1:])
-    return Sample(speed, metrics[0]["time"] - began, memory)
+    return Sample(speed, metrics[0]["time"] - began, metrics[-1]["peak_memory_bytes"] / 2**30)
 
 
-def train(world: int, settings: dict, threads: int, work: Path) -> tuple[list[dict], float, float]:
-    """Train with `settings` on `world` processes. Returns the metrics, the time of the launch, the peak GiB."""
+def train(world: int, settings: dict, threads: int, work: Path) -> tuple[list[dict], float]:
+    """Train with `settings` on `world` processes. Returns the metrics and the time of the launch."""
     run = Path(settings["run"]["dir"])
     shutil.rmtree(run, ignore_errors=True)
     path = work / "bench.yaml"
     path.write_text(yaml.safe_dump(settings))
     starter = [sys.executable] if world == 1 else \
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
-    began, memory = launch([*starter, "train.py", "--config", str(path)], max(1, threads), work / "train.log")
+    began = launch([*starter, "train.py", "--config", str(path)], max(1, threads), work / "train.log")
     metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     shutil.rmtree(run)
-    return metrics, began, memory
+    return metrics, began
 
 
 def config(work: Path, dtype: str, steps: int, parallel: dict) -> dict:
@@ -127,7 +125,7 @@ def flat(args: argparse.Namespace, work: Path) -> None:
     settings = config(work, "fp32", 100, {})
     settings["model"] |= {"num_layers": 2, "hidden_size": 128, "ffn_hidden_size": 352}
     settings["data"]["seq_length"] = 256
-    metrics, _, _ = train(1, settings, args.threads, work)
+    metrics, _ = train(1, settings, args.threads, work)
     for step in (2, 10, 25, 50, 75, 100):
         print(f"step {step:3d}: peak {metrics[step - 1]['peak_memory_bytes'] / 2**20:8.1f} MiB")
 
