@@ -29,6 +29,7 @@ class RunLock:
     def __init__(self, path: Path, beat: float = BEAT, stale: float = STALE) -> None:
         self.path, self.beat, self.stale = Path(path), beat, stale
         self.token = uuid.uuid4().hex
+        self.machine = _machine()
         self.lost = False
         """Whether another run has taken the lock, which happens when this one stood still for long."""
         self._end = threading.Event()
@@ -66,7 +67,7 @@ class RunLock:
     def _content(self) -> str:
         self._count += 1
         return json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "heartbeat": time.time(),
-                           "beats": self._count, "machine": _machine(), "process": _started(os.getpid()),
+                           "beats": self._count, "machine": self.machine, "process": _started(os.getpid()),
                            "token": self.token})
 
     def _create(self) -> bool:
@@ -89,7 +90,7 @@ class RunLock:
             own.unlink(missing_ok=True)
 
     def _lives(self, held: dict[str, Any]) -> bool:
-        if held.get("machine") == _machine():
+        if held.get("machine") == self.machine:
             return _started(int(held["pid"])) == held.get("process") is not None
         end = time.monotonic() + self.stale
         while time.monotonic() < end:
@@ -131,7 +132,7 @@ class RunLock:
 
 def _read(path: Path) -> dict[str, Any] | None:
     """What a lock says; {} for one that is damaged, None when there is none."""
-    for _ in range(20):
+    for _ in range(5):
         try:
             value = json.loads(path.read_text())
             return value if isinstance(value, dict) else {}

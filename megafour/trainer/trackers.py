@@ -41,7 +41,7 @@ class Tracker:
     def close(self, timeout: float = 20.0) -> None:
         """Let the sink finish, for at most `timeout` seconds."""
         try:
-            self._queue.put_nowait(None)
+            self._queue.put(None, timeout=timeout)
         except queue.Full:
             return
         self._thread.join(timeout)

@@ -1,0 +1,316 @@
+"""A run's folder: lock, resume rules, what is set aside, status, signals, metrics and logs."""
+
+import io
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from megafour.checkpoint import folder as checkpoints
+from megafour.checkpoint.errors import CheckpointError
+from megafour.config.schema import Config
+from megafour.trainer.lock import RunLock
+from megafour.trainer.logs import RankLog
+from megafour.trainer.metrics import KEYS, Metrics, clean, console_line
+from megafour.trainer.run_folder import open_run_folder, read_status, resume_point, write_status
+from megafour.trainer.signals import StopRequest
+from megafour.trainer.trackers import Tracker
+
+
+def config(path: Path, resume: int | str = "auto", **values) -> Config:
+    return Config().replace({"run.dir": str(path), "checkpoint.resume": resume, "logging.tensorboard": False,
+                             **{k.replace("__", "."): v for k, v in values.items()}})
+
+
+def fake(path: Path, *steps: int) -> None:
+    for step in steps:
+        where = checkpoints.step_path(path, step)
+        where.mkdir(parents=True)
+        (where / "data").write_text("1234")
+        (where / "manifest.json").write_text(json.dumps({"format": 1, "files": {"data": 4}}))
+
+
+def write_metrics(path: Path, *steps: int) -> None:
+    with open(path / "metrics.jsonl", "a") as file:
+        file.writelines(json.dumps({"step": step}) + "\n" for step in steps)
+
+
+def steps_in(path: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in path.read_text().splitlines()]
+
+
+# --- lock ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_live_lock_refuses_a_second_run_and_names_the_first(tmp_path):
+    held = RunLock(tmp_path / "lock").acquire()
+    with pytest.raises(CheckpointError, match=f"in use by another run: host .*, pid {os.getpid()}"):
+        RunLock(tmp_path / "lock").acquire()
+    held.release()
+    RunLock(tmp_path / "lock").acquire().release()
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_lock_of_a_killed_process_is_taken_over_at_once(tmp_path):
+    code = "import sys; from megafour.trainer.lock import RunLock; from pathlib import Path; " \
+           "RunLock(Path(sys.argv[1])).acquire(); print('held', flush=True); import time; time.sleep(60)"
+    child = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "lock")], stdout=subprocess.PIPE)
+    assert child.stdout.readline() == b"held\n"
+    with pytest.raises(CheckpointError, match=f"pid {child.pid}"):
+        RunLock(tmp_path / "lock").acquire()
+    child.kill()
+    child.wait()
+    started = time.monotonic()
+    RunLock(tmp_path / "lock").acquire().release()
+    assert time.monotonic() - started < 1
+
+
+def test_a_lock_of_another_machine_is_judged_by_its_heartbeat(tmp_path):
+    first = RunLock(tmp_path / "lock", beat=0.05).acquire()
+    second = RunLock(tmp_path / "lock", stale=0.5, beat=0.05)
+    second.machine = "elsewhere"
+    with pytest.raises(CheckpointError, match="in use"):
+        second.acquire()
+    first._end.set()        # its machine has died
+    first._thread.join()
+    second.acquire()
+    first._end.clear()
+    first._keep_beating()   # it wakes up, and sees that the folder is no longer its own
+    assert first.lost
+    first.release()
+    assert (tmp_path / "lock").exists()
+    second.release()
+
+
+def test_a_damaged_lock_is_taken_over(tmp_path):
+    (tmp_path / "lock").write_text("{")
+    RunLock(tmp_path / "lock", stale=0.2).acquire().release()
+
+
+# --- resume -------------------------------------------------------------------------------------------------------
+
+
+def test_resume_rules(tmp_path):
+    assert resume_point(tmp_path, "auto") is None and resume_point(tmp_path, "never") is None
+    fake(tmp_path, 5, 10)
+    (tmp_path / "step-00000020.tmp").mkdir()
+    assert resume_point(tmp_path, "auto").name == "step-00000010"
+    assert resume_point(tmp_path, 5).name == resume_point(tmp_path, "5").name == "step-00000005"
+    assert resume_point(tmp_path, str(tmp_path / "step-00000005")).name == "step-00000005"
+    assert resume_point(tmp_path, str(tmp_path)).name == "step-00000010"
+    with pytest.raises(CheckpointError, match=r"resume=never, but .* \(steps 5, 10\)"):
+        resume_point(tmp_path, "never")
+    with pytest.raises(CheckpointError, match="resume=7: .* no whole checkpoint of that step, but steps 5, 10"):
+        resume_point(tmp_path, 7)
+    with pytest.raises(CheckpointError, match="resume=.*nowhere: "):
+        resume_point(tmp_path, str(tmp_path / "nowhere"))
+    (tmp_path / "step-00000010" / "data").write_text("123")
+    with pytest.raises(CheckpointError, match="data has 3 bytes instead of 4; checkpoint.resume=STEP .*: 5, 10"):
+        resume_point(tmp_path, "auto")
+
+
+def test_resuming_an_older_step_sets_later_things_aside_once_it_has_begun(tmp_path):
+    fake(tmp_path / "checkpoints", 2, 4, 6)
+    write_metrics(tmp_path, *range(1, 8))
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"step": 8, "lo')       # a crash in the middle of a line
+    run = open_run_folder(config(tmp_path, 4), None)
+    assert run.resume_from.name == "step-00000004"
+    assert checkpoints.list_steps(run.checkpoints) == [2, 4, 6]      # nothing is moved before the load has succeeded
+    run.begin(4, config(tmp_path, 4))
+    assert sorted(p.name for p in run.checkpoints.iterdir()) == [
+        "step-00000002", "step-00000004", "step-00000006.abandoned"]
+    assert steps_in(tmp_path / "metrics.jsonl") == [1, 2, 3, 4]
+    assert steps_in(tmp_path / "metrics.jsonl.abandoned") == [5, 6, 7]
+    assert read_status(tmp_path)["state"] == "running"
+    run.close()
+
+
+def test_a_run_that_died_before_its_first_checkpoint_starts_again_with_clean_metrics(tmp_path):
+    write_metrics(tmp_path, 1, 2)
+    for _ in range(2):
+        run = open_run_folder(config(tmp_path), None)
+        assert run.resume_from is None
+        run.begin(0, config(tmp_path))
+        run.close()
+        assert steps_in(tmp_path / "metrics.jsonl") == []
+        write_metrics(tmp_path, 1)
+    assert steps_in(tmp_path / "metrics.jsonl.abandoned") == [1, 2]
+    assert steps_in(tmp_path / "metrics.jsonl.2.abandoned") == [1]
+
+
+def test_config_is_written_and_earlier_ones_stay(tmp_path):
+    for lr in (1e-3, 1e-3, 2e-3, 3e-3):
+        made = config(tmp_path, optimizer__lr=lr)
+        run = open_run_folder(made, None)
+        run.begin(0, made)
+        run.close()
+    assert sorted(p.name for p in tmp_path.glob("config*")) == ["config-1.yaml", "config-2.yaml", "config.yaml"]
+    assert "0.001" in (tmp_path / "config-1.yaml").read_text() and "0.003" in (tmp_path / "config.yaml").read_text()
+
+
+def test_status_says_how_a_run_ended_and_the_first_failure_stays(tmp_path):
+    run = open_run_folder(config(tmp_path), None)
+    run.begin(0, config(tmp_path))
+    run.fail(3, "rank 1 (tp1): KeyError: 'a'")
+    run.fail(3, "rank 0 (tp0): connection reset")
+    status = read_status(tmp_path)
+    assert (status["state"], status["step"], status["reason"]) == ("failed", 3, "rank 1 (tp1): KeyError: 'a'")
+    run.close()
+    with pytest.raises(ValueError):
+        write_status(tmp_path, "done", 1)
+
+
+def open_as_rank(rank, world, path, resume):
+    """Open a folder on every rank; its resume point and whether this rank holds the lock, or the error."""
+    try:
+        run = open_run_folder(config(Path(path), resume), dist.group.WORLD)
+    except CheckpointError as error:
+        return str(error)
+    run.begin(5, config(Path(path), resume))
+    run.status("preempted", 5, "SIGTERM")
+    result = str(run.resume_from), run.lock is not None
+    dist.barrier()
+    run.close()
+    return result
+
+
+def test_all_ranks_open_a_folder_alike(pool, tmp_path):
+    fake(tmp_path / "checkpoints", 5, 10)
+    (tmp_path / "stop").touch()
+    point = str(tmp_path / "checkpoints" / "step-00000005")
+    assert pool.run(open_as_rank, 2, str(tmp_path), 5) == [(point, True), (point, False)]
+    assert read_status(tmp_path)["state"] == "preempted" and not (tmp_path / "stop").exists()
+    refused = pool.run(open_as_rank, 2, str(tmp_path), "never")
+    assert "resume=never" in refused[0] and refused[0] == refused[1]
+    held = RunLock(tmp_path / "lock").acquire()
+    refused = pool.run(open_as_rank, 2, str(tmp_path), "auto")
+    assert f"pid {os.getpid()}" in refused[0] and refused[0] == refused[1]
+    held.release()
+
+
+# --- signals ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_sets_a_flag_and_the_former_handler_comes_back(number):
+    former = signal.getsignal(number)
+    with StopRequest() as stop:
+        assert not stop.asked()
+        os.kill(os.getpid(), number)
+        assert stop.asked() and stop.reason == number.name
+    assert signal.getsignal(number) is former
+
+
+def test_a_stop_file_asks_too(tmp_path):
+    stop = StopRequest(tmp_path / "stop", look_every=0)
+    assert not stop.asked()
+    (tmp_path / "stop").touch()
+    assert stop.asked() and "stop" in stop.reason
+
+
+# --- metrics and logs ---------------------------------------------------------------------------------------------
+
+
+def line(step: int, **values) -> dict:
+    return {**dict.fromkeys(KEYS, 1.0), "step": step, "skipped_steps": 0, **values}
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize("stream", [io.StringIO, Terminal])
+def test_one_line_a_step_from_the_one_writer(tmp_path, stream):
+    out = stream()
+    made = config(tmp_path, train__steps=20, logging__every=7)
+    for rank in (0, 1):
+        log = RankLog(tmp_path / "logs", rank, stream=out)
+        metrics = Metrics(tmp_path, made, log)
+        for step in range(1, 21):
+            metrics.write(line(step, loss=math.nan if step == 3 else 2.0))
+        metrics.close()
+        log.close()
+    lines = [json.loads(text) for text in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [tuple(found) for found in lines] == [KEYS] * 20 and [found["step"] for found in lines] == list(range(1, 21))
+    assert lines[2]["loss"] is None and lines[3]["loss"] == 2.0
+    if stream is io.StringIO:
+        assert [text.split()[1] for text in out.getvalue().splitlines()] == ["1/20", "7/20", "14/20", "20/20"]
+    else:
+        assert "20/20" in out.getvalue() and "loss 2.0000" in out.getvalue()
+    assert len((tmp_path / "logs" / "rank-0.log").read_text().splitlines()) == 20
+    assert (tmp_path / "logs" / "rank-1.log").read_text() == ""
+
+
+def test_the_console_line_says_it_all_and_unknown_numbers_are_dashes():
+    values = clean(line(3, loss=5.01234, grad_norm=math.inf, lr=3e-4, tokens_per_second=12345.6, mfu=None,
+                        peak_memory_bytes=3 << 29, skipped_steps=2, **{"valid_loss/wiki": 4.5}))
+    assert console_line(values, 200, 3725) == (
+        "step 3/200 | loss 5.0123 | norm – | lr 3.00e-04 | 12,346 tokens/s | MFU – | memory 1.50 GiB | ETA 1h 02m | "
+        "skipped 2 | valid_loss/wiki 4.5000")
+    with pytest.raises(KeyError, match="perplexity"):
+        clean(line(1, perplexity=2.0))
+
+
+def test_tensorboard_gets_every_finite_number(tmp_path):
+    pytest.importorskip("tensorboard")
+    log = RankLog(tmp_path / "logs", 0, stream=io.StringIO())
+    metrics = Metrics(tmp_path, config(tmp_path, logging__tensorboard=True), log)
+    for step in (1, 2):
+        metrics.write(line(step, loss=math.nan if step == 1 else 2.5, **{"valid_loss/a": 3.0}))
+    metrics.close()
+    log.close()
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(e.step, e.value) for e in events.Scalars("loss")] == [(2, 2.5)]
+    assert [e.step for e in events.Scalars("valid_loss/a")] == [1, 2]
+
+
+class Broken:
+    def log(self, step, values):
+        raise ConnectionError("tracker is down")
+
+    def close(self):
+        pass
+
+
+def hang():
+    time.sleep(60)
+
+
+def leave():
+    raise SystemExit("no key")
+
+
+@pytest.mark.parametrize("make, said", [(Broken, "ConnectionError: tracker is down"), (leave, "SystemExit: no key"),
+                                        (hang, None)])
+def test_a_dead_tracker_never_stops_a_run(make, said):
+    lines = []
+    tracker = Tracker("wandb", make, lines.append, capacity=5)
+    for step in range(20):
+        tracker.log(step, {"loss": 1.0})
+    tracker.close(timeout=0.2)
+    assert lines == ([f"wandb is off: {said}"] if said else [])
+
+
+def test_each_rank_has_a_log_and_only_the_writer_a_console(tmp_path, capsys):
+    out = io.StringIO()
+    logs = [RankLog(tmp_path, rank, f"rank {rank} (tp{rank})", stream=out) for rank in (0, 1)]
+    for log in logs:
+        log.say(f"hello from {log.path.stem}")
+    logs[1].alarm("KeyError: 'a'")
+    warnings.warn("old API", stacklevel=1)
+    for log in logs:
+        log.close()
+    assert out.getvalue() == "hello from rank-0\n"
+    assert "hello from rank-1" in (tmp_path / "rank-1.log").read_text()
+    assert capsys.readouterr().err == "rank 1 (tp1): KeyError: 'a'\n"
