@@ -167,12 +167,6 @@ def damage(path: Path, how: str) -> None:
         shard.write_bytes(shard.read_bytes()[:-1])
     elif how == "missing":
         shard.unlink()
-    elif how == "flipped":
-        content = bytearray(shard.read_bytes())
-        at = content.find(truth(SHAPES)["weights/layers.0.wq.weight"][4:].view(torch.int16).numpy().tobytes()[:32])
-        assert at > 0
-        content[at] ^= 1
-        shard.write_bytes(content)
     elif how == "index":
         (path / ".metadata").write_bytes((path / ".metadata").read_bytes()[:-1])
 
@@ -262,6 +256,14 @@ def test_an_index_that_names_other_code_is_refused(tmp_path, capfd):
     with pytest.raises(CheckpointError, match="builtins.print, which no index of tensors holds"):
         store.load(path, hold("dp", 0, 1, truth(SHAPES), False), None)
     assert "must not run" not in capfd.readouterr().out
+
+
+def test_another_format_is_refused(tmp_path):
+    fake(tmp_path, 1)
+    manifest = folder.step_path(tmp_path, 1) / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"format": 1', '"format": 2'))
+    with pytest.raises(CheckpointError, match="has format 2; this version reads format 1"):
+        store.load(folder.step_path(tmp_path, 1), [], None)
 
 
 def fake(path: Path, *steps: int) -> None:

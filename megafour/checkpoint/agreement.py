@@ -1,4 +1,4 @@
-"""Ranks that succeed or fail together: work done by one or by all, its error raised on all."""
+"""Ranks that succeed or fail together: work done by the first one, its error raised on all."""
 
 from __future__ import annotations
 
@@ -58,24 +58,6 @@ def first_does(work: Callable[[], T], group: ProcessGroup | None, what: str) -> 
     if error is not None:
         raise CheckpointError(error) from cause
     return cast(T, result)
-
-
-def all_do(work: Callable[[], Any], group: ProcessGroup | None, what: str) -> None:
-    """Let every rank do the work; if any of them fails, raise the first rank's error that failed on all.
-
-    Raises:
-        CheckpointError: on all ranks, with the same message, which names the rank.
-    """
-    error: str | None = None
-    cause: Exception | None = None
-    try:
-        work()
-    except Exception as caught:
-        error, cause = message(caught, what, rank_in(group) if group is not None else None), caught
-    errors = collect(error, group)
-    first = share(next((e for e in errors if e), None) if errors else None, group)
-    if first is not None:
-        raise CheckpointError(first) from cause
 
 
 def message(error: BaseException, what: str, rank: int | None = None) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -19,6 +20,8 @@ from megafour.checkpoint.errors import CheckpointError
 from megafour.checkpoint.metadata import check_files
 
 STATE, MANIFEST = "state.json", "manifest.json"
+FORMAT = 1
+"""Version of what a checkpoint's folder holds, in its manifest."""
 
 _STEP = re.compile(r"step-(\d{8,})")
 
@@ -86,7 +89,10 @@ def check_manifest(path: Path) -> None:
         raise CheckpointError(f"there is no checkpoint at {path}")
     if not (path / MANIFEST).is_file():
         raise CheckpointError(f"{path} is not a whole checkpoint: it has no {MANIFEST}")
-    check_files(path, read_json(path / MANIFEST)["files"])
+    manifest = read_json(path / MANIFEST)
+    if manifest.get("format") != FORMAT:
+        raise CheckpointError(f"{path} has format {manifest.get('format')}; this version reads format {FORMAT}")
+    check_files(path, manifest["files"])
 
 
 def prune(folder: Path, keep: int, keep_every: int | None = None) -> list[Path]:
@@ -120,10 +126,12 @@ def _newest_sound(folder: Path, steps: list[int]) -> list[int]:
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint; under another name first, so that a half-removed one is never taken for whole."""
-    if path.exists():
-        aside = path.with_name(path.name + ".removed")
-        shutil.rmtree(aside, ignore_errors=True)
+    """Remove a checkpoint; under another name first, so that a half-removed one is never taken for whole.
+
+    What cannot be removed stays: that is no reason to end a run.
+    """
+    aside = unused(path, "removed")
+    with contextlib.suppress(OSError):
         path.rename(aside)
         shutil.rmtree(aside, ignore_errors=True)
 
@@ -134,7 +142,7 @@ def tidy(folder: Path) -> None:
     Only the process that holds the run's lock may call it.
     """
     for path in sorted(Path(folder).iterdir()) if Path(folder).is_dir() else ():
-        stem, dot, ending = path.name.partition(".")
+        stem, ending = path.name.partition(".")[0], path.suffix.removeprefix(".")
         if not _STEP.fullmatch(stem) or ending not in ("tmp", "old", "removed"):
             continue
         if ending == "old" and not path.with_name(stem).exists():

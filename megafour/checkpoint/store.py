@@ -20,6 +20,7 @@ from megafour.checkpoint import metadata, tensors
 from megafour.checkpoint.agreement import collect, first_does, message, rank_in
 from megafour.checkpoint.errors import CheckpointError
 from megafour.checkpoint.folder import (
+    FORMAT,
     MANIFEST,
     STATE,
     check_manifest,
@@ -39,8 +40,6 @@ from megafour.checkpoint.tensors import LogicalTensor
 
 __all__ = ["CheckpointError", "LogicalTensor", "check_shared", "find", "list_steps", "load", "newest", "prune",
            "read_state", "save", "step_path", "stored_tensors", "tidy"]
-
-FORMAT = 1
 
 
 def save(folder: Path, step: int, held: list[LogicalTensor], state: dict[str, Any],
