@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -51,13 +52,19 @@ class TrainState:
     grad_clip: float
 
 
-def train_step(state: TrainState, batches: list[MicroBatch], step: int, lr: float, flag: float = 0.0) -> StepResult:
-    """Train on this rank's micro-batches of the global batch. Every rank of the mesh calls it together."""
+def train_step(state: TrainState, batches: list[MicroBatch], step: int, lr: float, flag: float = 0.0,
+               observe: Callable[[TrainState], None] | None = None) -> StepResult:
+    """Train on this rank's micro-batches of the global batch. Every rank of the mesh calls it together.
+
+    `observe` sees the state while its gradients are whole and not clipped yet.
+    """
     valid = count_valid_tokens(batches, state.mesh)
     loss_part = forward_backward(state, batches, step, valid)
     state.buckets.finish_reduction()
     set_phase(state.mesh, "sync")
     sync_replicated(state.buckets.buckets, state.groups)
+    if observe is not None:
+        observe(state)
     loss, norm, flags = sum_over_world(state, loss_part, flag)
     norm = norm / state.scaler.scale
     finite = math.isfinite(loss) and math.isfinite(norm)
@@ -71,7 +78,7 @@ def train_step(state: TrainState, batches: list[MicroBatch], step: int, lr: floa
 
 def forward_backward(state: TrainState, batches: list[MicroBatch], step: int, valid: int, *,
                      reduce: bool = True) -> Tensor:
-    """Run the schedule; gradients of (sum of losses) / `valid` accumulate in fp32. Returns this rank's part of the loss.
+    """Run the schedule; gradients of (sum of losses) / `valid` accumulate in fp32. Returns this rank's part of it.
 
     The division by the global number of valid tokens comes before backward, so that no later stage scales anything.
     """
