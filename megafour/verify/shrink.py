@@ -1,0 +1,210 @@
+"""A user's config at toy size: the same architecture and options, small enough to run on every mesh in seconds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megafour.config.errors import ConfigError
+from megafour.config.rules import resolve
+from megafour.config.schema import Config
+from megafour.verify.matrix import Degrees, Row
+
+VOCAB = 67
+"""Prime, so that every tp > 1 pads it."""
+
+HIDDEN = 48
+"""About the width of the toy's residual stream."""
+
+MIN_SEQ = 24
+"""Shortest sequence; longer ones only where a mesh asks for it."""
+
+MAX_ACCUMULATION = 4
+
+
+@dataclass(frozen=True)
+class Case:
+    """One line of a verification: a mesh and the resolved toy config that it runs."""
+
+    degrees: Degrees
+    config: Config
+    valid: str = "mixed"
+    options: tuple[tuple[str, str], ...] = ()
+
+
+def user_cases(config: Config, meshes: Sequence[Degrees], steps: int) -> list[Case]:
+    """The user's own options on every mesh.
+
+    Raises:
+        ConfigError: the config breaks a rule by itself, or on the toy of a mesh.
+    """
+    p = config.parallel
+    resolve(config, (1 if p.dp == "auto" else int(p.dp)) * p.pp * p.tp * p.cp, data=False)
+    toy = shrink(config, meshes, steps)
+    return [Case(mesh, place(toy, config, mesh, accumulation(config))) for mesh in meshes]
+
+
+def accumulation(config: Config) -> int:
+    """Micro-batches a step of the user's own mesh, at most MAX_ACCUMULATION."""
+    dp = 1 if config.parallel.dp == "auto" else int(config.parallel.dp)
+    count = config.train.global_batch_size // (dp * config.train.micro_batch_size)
+    return max(1, min(count, MAX_ACCUMULATION))
+
+
+def shrink(config: Config, meshes: Sequence[Degrees], steps: int) -> Config:
+    """The toy of a config, divisible on every mesh of `meshes`; the mesh itself is set by `place`."""
+    model = config.model
+    tps = [mesh.tp for mesh in meshes]
+    seq = toy_seq_length(meshes)
+    kv = toy_kv_heads(config, tps)
+    heads = kv * (model.num_attention_heads // model.kv_heads)
+    head_dim = min(8, max(4, HIDDEN // heads // 2 * 2))
+    hidden = max(8, round(heads * head_dim * model.hidden_size / (model.num_attention_heads * model.head_size)))
+    ffn_unit = math.lcm(*tps)
+    return config.replace({
+        "model.preset": None, "model.num_attention_heads": heads, "model.num_key_value_heads": kv,
+        "model.head_dim": head_dim, "model.hidden_size": hidden, "model.vocab_size": VOCAB,
+        "model.ffn_hidden_size": max(1, round(hidden * model.ffn_size / model.hidden_size / ffn_unit)) * ffn_unit,
+        "model.num_layers": toy_layers(config, max(mesh.pp for mesh in meshes)),
+        # Attention over small random weights is all but uniform: keep the outputs' scale of the full width.
+        "model.init_std": min(0.3, model.init_std * max(1.0, math.sqrt(model.hidden_size / hidden))),
+        "model.max_position_embeddings": _positions(config, seq),
+        "model.rope_scaling": _rope_scaling(config, seq),
+        "model.attention_window": None if model.attention_window is None else max(
+            2, round(model.attention_window * seq / config.data.seq_length)),
+        "data": {"seq_length": seq, "document_mask": config.data.document_mask},
+        "train.micro_batch_size": min(config.train.micro_batch_size, 2), "train.precision": "fp64",
+        "train.steps": 2 * steps, "train.tokens": None,
+        "lr_schedule": _lr_schedule(config, steps),
+        "optimizer.eps": max(config.optimizer.eps, 1e-8),
+        "run.device": "cpu", "run.name": "verify", "run.dir": "runs/{name}", "kernels": {},
+        "checkpoint": {}, "eval": {}, "logging": {},
+    })
+
+
+def place(toy: Config, config: Config, mesh: Degrees, micro_batches: int) -> Config:
+    """The toy on one mesh, resolved; `config` says how the layers are cut."""
+    placed = toy.replace({
+        "parallel.dp": mesh.dp, "parallel.pp": mesh.pp, "parallel.tp": mesh.tp, "parallel.cp": mesh.cp,
+        "parallel.pipeline.partition": _partition(config, toy.model.num_layers, mesh.pp),
+        "train.global_batch_size": mesh.dp * toy.train.micro_batch_size * micro_batches})
+    try:
+        return resolve(placed, mesh.world, data=False)
+    except ConfigError as error:
+        raise ConfigError(f"mesh {mesh.words}, at toy size: {error}") from None
+
+
+def toy_seq_length(meshes: Sequence[Degrees]) -> int:
+    """The shortest length from MIN_SEQ that every layout and every sequence-parallel shard divides."""
+    unit = math.lcm(*(2 * mesh.cp * mesh.tp for mesh in meshes))
+    return -(-MIN_SEQ // unit) * unit
+
+
+def toy_kv_heads(config: Config, tps: Sequence[int]) -> int:
+    """The fewest K/V heads that keep the ratio to query heads, and whether tp repeats them, on every tp asked for."""
+    model = config.model
+    ratio = model.num_attention_heads // model.kv_heads
+    repeated = model.kv_heads < config.parallel.tp
+    least = 1 if repeated else min(model.kv_heads, max(tps))
+    for kv in range(least, math.lcm(*tps) * least + 1):
+        if all(ratio * kv % tp == 0 and (kv % tp == 0 or tp % kv == 0) for tp in tps):
+            return kv
+    return math.lcm(*tps) * least
+
+
+def toy_layers(config: Config, deepest: int) -> int:
+    """Four layers or one a stage; one more where the user's stages are uneven."""
+    counts = config.parallel.pipeline.partition
+    if counts == "auto":
+        uneven = config.model.num_layers % config.parallel.pp > 0
+    else:
+        uneven = len(set(counts)) > 1
+    return max(deepest, min(config.model.num_layers, 4)) + uneven
+
+
+def _partition(config: Config, layers: int, stages: int) -> Any:
+    """Explicit counts stay explicit: the surplus layers on the stages that are largest in the user's."""
+    counts = config.parallel.pipeline.partition
+    if counts == "auto" or stages == 1:
+        return "auto"
+    user = [int(n) for n in counts]
+    order = sorted(range(stages), key=lambda stage: -user[stage * len(user) // stages])
+    base, surplus = divmod(layers, stages)
+    return [base + (stage in order[:surplus]) for stage in range(stages)]
+
+
+def _positions(config: Config, seq: int) -> int | None:
+    """Trained positions keep a few that no sequence reaches, where the user's have some."""
+    limit = config.model.max_position_embeddings
+    if config.model.position != "learned":
+        return None
+    return seq + 3 if limit is not None and limit > config.data.seq_length else seq
+
+
+def _rope_scaling(config: Config, seq: int) -> dict[str, Any] | None:
+    """The same scaling, with an original length that the toy's sequence exceeds."""
+    scaling = config.model.rope_scaling
+    if scaling is None:
+        return None
+    values = scaling.model_dump()
+    if values["original_max_position_embeddings"] is not None:
+        values["original_max_position_embeddings"] = seq // 2
+    return values
+
+
+def _lr_schedule(config: Config, steps: int) -> dict[str, Any]:
+    """The same shape over twice the steps that run, so that the rate is above zero in all of them."""
+    schedule = config.lr_schedule
+    return {"name": schedule.name, "min_lr": schedule.min_lr, "warmup_steps": min(schedule.warmup_steps, 1)}
+
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"model.norm": "rmsnorm", "model.activation": "swiglu", "model.position": "rope",
+              "model.qkv_bias": False, "model.linear_bias": False},
+    "gpt2": {"model.norm": "layernorm", "model.activation": "gelu_tanh", "model.position": "learned",
+             "model.qkv_bias": True, "model.linear_bias": True, "model.rope_scaling": None},
+}
+"""What the two families of a covering walk set."""
+
+
+def option_cases(config: Config, rows: Sequence[Row], meshes: Sequence[Degrees], steps: int) -> list[Case]:
+    """One case for each row of a covering array, on the user's config with the row's options over it."""
+    return [option_case(config, row, mesh, steps) for row, mesh in zip(rows, meshes, strict=True)]
+
+
+def option_case(config: Config, row: Row, mesh: Degrees, steps: int) -> Case:
+    """The toy of one row of a covering array."""
+    heads, kv = _heads(row["kv_heads"], mesh.tp)
+    layers = max(2, mesh.pp) * (1 if mesh.pp >= 4 else 2) + (row.get("layers", "even") != "even")
+    dropout = 0.2 if row["dropout"] == "on" else 0.0
+    order = {"auto": "auto", "pp-inner": "pp-inner", "reversed": "pp-dp-ring-ulysses-tp"}[row.get("order", "auto")]
+    asked = config.replace({
+        **FAMILIES[row["family"]],
+        "model.num_attention_heads": heads, "model.num_key_value_heads": kv, "model.head_dim": None,
+        "model.hidden_size": 8 * heads, "model.ffn_hidden_size": 24 * mesh.tp, "model.num_layers": layers,
+        "model.tie_embeddings": row["tied"] == "true", "model.qk_norm": row["qk_norm"] == "true",
+        "model.hidden_dropout": dropout, "model.attention_dropout": dropout, "model.init_std": 0.15,
+        "model.max_position_embeddings": None,
+        "parallel.sequence_parallel": row.get("sequence_parallel", "true") == "true",
+        "parallel.zero_stage": int(row.get("zero_stage", "1")), "parallel.order": order,
+        "parallel.tp": mesh.tp, "parallel.pp": mesh.pp, "parallel.cp": mesh.cp, "parallel.dp": mesh.dp,
+        "parallel.pipeline.schedule": row.get("schedule", "1f1b"), "parallel.pipeline.partition": "auto",
+        "train.micro_batch_size": int(row["micro_batch_size"]), "train.recompute": row["recompute"],
+        "train.grad_clip": 0.1 if row["clip"] == "tight" else 0.0, "optimizer.name": row["optimizer"]})
+    toy = shrink(asked, [mesh], steps).replace({"model.num_layers": layers})
+    if row.get("layers") == "explicit":    # the surplus layer where the automatic cut would not put it
+        asked = asked.replace({"parallel.pipeline.partition": [*[1] * (mesh.pp - 1), layers - mesh.pp + 1]})
+    options = tuple((name, value) for name, value in row.items() if name != "mesh")
+    return Case(mesh, place(toy, asked, mesh, int(row["micro_batches"])), row["valid"], options)
+
+
+def _heads(kind: str, tp: int) -> tuple[int, int]:
+    """(query heads, K/V heads) of a kind of grouping on `tp` ranks."""
+    if kind == "all":
+        return math.lcm(4, tp), math.lcm(4, tp)
+    if kind == "grouped":
+        return 2 * max(tp, 2), max(tp, 2)
+    repeated = max(kv for kv in range(1, tp) if tp % kv == 0)
+    return 2 * tp, repeated
