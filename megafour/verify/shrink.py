@@ -10,7 +10,7 @@ from typing import Any
 from megafour.config.errors import ConfigError
 from megafour.config.rules import resolve
 from megafour.config.schema import Config
-from megafour.verify.matrix import Degrees, Row
+from megafour.verify.matrix import Degrees, Row, parse_mesh
 
 VOCAB = 67
 """Prime, so that every tp > 1 pads it."""
@@ -34,7 +34,8 @@ class Case:
     options: tuple[tuple[str, str], ...] = ()
 
 
-def user_cases(config: Config, meshes: Sequence[Degrees], steps: int) -> list[Case]:
+def user_cases(config: Config, meshes: Sequence[Degrees], steps: int, precision: str = "fp64",
+               device: str = "cpu") -> list[Case]:
     """The user's own options on every mesh.
 
     Raises:
@@ -42,7 +43,7 @@ def user_cases(config: Config, meshes: Sequence[Degrees], steps: int) -> list[Ca
     """
     p = config.parallel
     resolve(config, (1 if p.dp == "auto" else int(p.dp)) * p.pp * p.tp * p.cp, data=False)
-    toy = shrink(config, meshes, steps)
+    toy = shrink(config, meshes, steps, precision, device)
     return [Case(mesh, place(toy, config, mesh, accumulation(config))) for mesh in meshes]
 
 
@@ -53,14 +54,16 @@ def accumulation(config: Config) -> int:
     return max(1, min(count, MAX_ACCUMULATION))
 
 
-def shrink(config: Config, meshes: Sequence[Degrees], steps: int) -> Config:
+def shrink(config: Config, meshes: Sequence[Degrees], steps: int, precision: str = "fp64",
+           device: str = "cpu") -> Config:
     """The toy of a config, divisible on every mesh of `meshes`; the mesh itself is set by `place`."""
     model = config.model
     tps = [mesh.tp for mesh in meshes]
     seq = toy_seq_length(meshes)
     kv = toy_kv_heads(config, tps)
     heads = kv * (model.num_attention_heads // model.kv_heads)
-    head_dim = min(8, max(4, HIDDEN // heads // 2 * 2))
+    # GPU kernels want widths in multiples of 8.
+    head_dim = 8 if device == "cuda" else min(8, max(4, HIDDEN // heads // 2 * 2))
     hidden = max(8, round(heads * head_dim * model.hidden_size / (model.num_attention_heads * model.head_size)))
     ffn_unit = math.lcm(*tps)
     return config.replace({
@@ -75,11 +78,12 @@ def shrink(config: Config, meshes: Sequence[Degrees], steps: int) -> Config:
         "model.attention_window": None if model.attention_window is None else max(
             2, round(model.attention_window * seq / config.data.seq_length)),
         "data": {"seq_length": seq, "document_mask": config.data.document_mask},
-        "train.micro_batch_size": min(config.train.micro_batch_size, 2), "train.precision": "fp64",
+        "train.micro_batch_size": min(config.train.micro_batch_size, 2), "train.precision": precision,
         "train.steps": 2 * steps, "train.tokens": None,
         "lr_schedule": _lr_schedule(config, steps),
         "optimizer.eps": max(config.optimizer.eps, 1e-8),
-        "run.device": "cpu", "run.name": "verify", "run.dir": "runs/{name}", "kernels": {},
+        "run.device": device, "run.name": "verify", "run.dir": "runs/{name}",
+        "kernels": config.kernels.model_dump() if device == "cuda" else {},
         "checkpoint": {}, "eval": {}, "logging": {},
     })
 
@@ -169,13 +173,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
 """What the two families of a covering walk set."""
 
 
-def option_cases(config: Config, rows: Sequence[Row], meshes: Sequence[Degrees], steps: int) -> list[Case]:
-    """One case for each row of a covering array, on the user's config with the row's options over it."""
-    return [option_case(config, row, mesh, steps) for row, mesh in zip(rows, meshes, strict=True)]
-
-
-def option_case(config: Config, row: Row, mesh: Degrees, steps: int) -> Case:
-    """The toy of one row of a covering array."""
+def option_case(config: Config, row: Row, steps: int, precision: str = "fp64", device: str = "cpu") -> Case:
+    """The toy of one row of a covering array: the user's config with the row's options over it."""
+    mesh = parse_mesh(row["mesh"])
     heads, kv = _heads(row["kv_heads"], mesh.tp)
     layers = max(2, mesh.pp) * (1 if mesh.pp >= 4 else 2) + (row.get("layers", "even") != "even")
     dropout = 0.2 if row["dropout"] == "on" else 0.0
@@ -193,7 +193,7 @@ def option_case(config: Config, row: Row, mesh: Degrees, steps: int) -> Case:
         "parallel.pipeline.schedule": row.get("schedule", "1f1b"), "parallel.pipeline.partition": "auto",
         "train.micro_batch_size": int(row["micro_batch_size"]), "train.recompute": row["recompute"],
         "train.grad_clip": 0.1 if row["clip"] == "tight" else 0.0, "optimizer.name": row["optimizer"]})
-    toy = shrink(asked, [mesh], steps).replace({"model.num_layers": layers})
+    toy = shrink(asked, [mesh], steps, precision, device).replace({"model.num_layers": layers})
     if row.get("layers") == "explicit":    # the surplus layer where the automatic cut would not put it
         asked = asked.replace({"parallel.pipeline.partition": [*[1] * (mesh.pp - 1), layers - mesh.pp + 1]})
     options = tuple((name, value) for name, value in row.items() if name != "mesh")

@@ -1,0 +1,89 @@
+"""`megafour verify`: every mesh against one process, on the user's own config at toy size."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import TYPE_CHECKING, Any
+
+from megafour.config.errors import ConfigError
+from megafour.config.load import load_config
+
+if TYPE_CHECKING:
+    from megafour.verify.shrink import Case
+
+DESCRIPTION = """Shrinks the config to the same architecture at toy size, trains a few steps on one process and on every
+mesh asked for, from one seed, and compares the loss, the gradient of every parameter and the weights. Without --mesh:
+each axis, each pair of axes and the whole grid. In fp64 every deviation must be at most 1e-9."""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Adds the verb and its options."""
+    parser = subparsers.add_parser("verify", help="every mesh against one process", description=DESCRIPTION)
+    add = parser.add_argument
+    add("overrides", nargs="*", metavar="section.key=value", help="values over the config's")
+    add("--config", metavar="FILE", help="the YAML file; the defaults without it")
+    add("--mesh", action="append", metavar="MESH", help="a mesh in words, as dp2-tp2; may be repeated")
+    add("--options", choices=["all"], help="all: a covering array of every option, instead of the config's own")
+    add("--steps", type=_steps, default=3, metavar="K", help="training steps to compare (default: 3)")
+    add("--device", choices=["cpu", "cuda"], default="cpu", help="where to run (default: cpu)")
+    add("--dtype", choices=["fp64", "fp32", "bf16"], default="fp64",
+        help="precision of the meshes (default: fp64). fp32 and bf16 are held against an fp32 process that starts from "
+             "the same rounded weights, at the tolerances that are printed")
+    add("--json", action="store_true", help="one JSON document instead of the table")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the verb: 0 when every mesh passes, 1 when one does not, ConfigError for a wrong argument."""
+    config = load_config(args.config, args.overrides)
+    cases = _cases(config, args)
+    world = max(case.degrees.world for case in cases)
+    if args.device == "cuda":
+        _enough_gpus(world)
+    from megafour.verify.pool import Pool
+    from megafour.verify.run import TOLERANCES, check
+    from megafour.verify.table import Table, as_json
+
+    tolerance = TOLERANCES[args.dtype]
+    table = None if args.json else Table(cases, args.steps, args.dtype, args.device, tolerance)
+    outcomes = []
+    with Pool(world) as pool:
+        pool.start()
+        for case in cases:
+            outcome = check(pool, case, args.steps, precision=args.dtype, device=args.device)
+            outcomes.append(outcome)
+            if table is not None:
+                table.row(outcome)
+    if table is None:
+        print(json.dumps(as_json(outcomes, args.steps, args.dtype, args.device, tolerance), indent=1))
+    else:
+        table.end(outcomes)
+    return 0 if all(outcome.passed for outcome in outcomes) else 1
+
+
+def _cases(config: Any, args: argparse.Namespace) -> list[Case]:
+    from megafour.verify.matrix import DEFAULT_MESHES, covering_array, parse_mesh
+    from megafour.verify.shrink import option_case, user_cases
+
+    words = list(dict.fromkeys(args.mesh or DEFAULT_MESHES))
+    meshes = [parse_mesh(word) for word in words]
+    cases = user_cases(config, meshes, args.steps, args.dtype, args.device)
+    if args.options == "all":
+        rows = covering_array([mesh.words for mesh in meshes])
+        return [option_case(config, row, args.steps, args.dtype, args.device) for row in rows]
+    return cases
+
+
+def _steps(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
+    return int(text)
+
+
+def _enough_gpus(world: int) -> None:
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count < world:
+        raise ConfigError(f"--device cuda: the largest mesh needs {world} GPUs, one a rank, and this machine has "
+                          f"{count}; ask for smaller meshes with --mesh, or take --device cpu")

@@ -1,0 +1,65 @@
+"""What a verification shows: a line as soon as a mesh has ended, or one JSON document."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any, TextIO
+
+from megafour.verify.run import Outcome, Tolerance
+from megafour.verify.shrink import Case
+
+
+class Table:
+    """Prints its head when made, then a line for each mesh."""
+
+    def __init__(self, cases: Sequence[Case], steps: int, precision: str, device: str, tolerance: Tolerance,
+                 out: TextIO | None = None) -> None:
+        self.out = out or sys.stdout
+        self.width = max(len("mesh"), *(len(case.degrees.words) for case in cases))
+        model, m = cases[0].config, cases[0].config.model
+        self._print(f"toy: {m.num_layers} layers, hidden {m.hidden_size}, {m.num_attention_heads} query and "
+                    f"{m.kv_heads} K/V heads, sequence {model.data.seq_length}; {steps} steps in {precision} on {device}"
+                    + ("; sizes differ by row" if cases[0].options else ""))
+        self._print(f"passes at: loss {tolerance.loss:g}, gradient norm {tolerance.grad_norm:g}, gradients "
+                    f"{tolerance.gradient:g}, weights {tolerance.weights:g}")
+        self._print(f"{'mesh':{self.width}}  {'loss':>7}  {'norm':>7}  {'grad':>7}  {'weights':>7}  result  seconds  "
+                    "worst gradient")
+
+    def row(self, outcome: Outcome) -> None:
+        """One mesh."""
+        numbers = (outcome.loss, outcome.grad_norm, outcome.gradient, outcome.weights)
+        shown = "  ".join(f"{'–' if x is None else f'{x:.1e}':>7}" for x in numbers)
+        name = outcome.worst_gradient or ""
+        self._print(f"{outcome.mesh:{self.width}}  {shown}  {'pass' if outcome.passed else 'FAIL':6}  "
+                    f"{outcome.seconds:7.1f}  {name}".rstrip())
+        if outcome.options:
+            self._print(" " * self.width + "  " + " ".join(f"{k}={v}" for k, v in outcome.options.items()))
+        if outcome.error:
+            self._print(" " * self.width + "  " + outcome.error)
+
+    def end(self, outcomes: Sequence[Outcome]) -> None:
+        """The last line."""
+        passed = sum(outcome.passed for outcome in outcomes)
+        seconds = sum(outcome.seconds for outcome in outcomes)
+        verdict = "every mesh is the same model" if passed == len(outcomes) else f"{len(outcomes) - passed} FAILED"
+        self._print(f"{passed} of {len(outcomes)} passed in {seconds:.0f} s: {verdict}")
+
+    def _print(self, line: str) -> None:
+        print(line, file=self.out, flush=True)
+
+
+def as_json(outcomes: Sequence[Outcome], steps: int, precision: str, device: str,
+            tolerance: Tolerance) -> dict[str, Any]:
+    """The document of `--json`; a deviation that is not a number is text, since JSON has no NaN."""
+    return {"passed": all(outcome.passed for outcome in outcomes), "steps": steps, "dtype": precision, "device": device,
+            "tolerance": asdict(tolerance), "meshes": [_plain(asdict(outcome)) for outcome in outcomes]}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(x) for key, x in value.items()}
+    if isinstance(value, float) and value - value != 0.0:
+        return str(value)
+    return value
