@@ -209,15 +209,16 @@ class _Reader:
 
 
 def parse_split(split: str | Sequence[float] | None) -> list[float] | None:
-    """[98, 1, 1], or '98,1,1' -> three shares that sum to one (train, validation, test); None stays None."""
+    """'98,1,1' or [98, 1, 1] -> three shares that sum to one (train, validation, test; missing ones 0); None stays None."""
     if split is None:
         return None
     try:
         parts = [float(part) for part in (split.split(",") if isinstance(split, str) else split)]
     except ValueError:
         parts = []
-    if len(parts) != 3 or min(parts) < 0 or parts[0] == 0:
-        raise DataError(f"data.split={split}: write the shares of train, validation and test, as in [98, 1, 1]")
+    if not 1 <= len(parts) <= 3 or min(parts) < 0 or parts[0] == 0:
+        raise DataError(f'data.split={split}: write the shares of train, validation and test, as in "98,1,1"')
+    parts += [0.0] * (3 - len(parts))
     return [part / sum(parts) for part in parts]
 
 

@@ -48,4 +48,6 @@ def gelu_tanh(x: Tensor) -> Tensor:
 
 def activation(name: str) -> Callable[[Tensor], Tensor]:
     """The function of `model.activation`."""
-    return {"swiglu": swiglu, "geglu": geglu, "gelu": F.gelu, "gelu_tanh": gelu_tanh}[name]
+    known: dict[str, Callable[[Tensor], Tensor]] = {"swiglu": swiglu, "geglu": geglu, "gelu": F.gelu,
+                                                    "gelu_tanh": gelu_tanh}
+    return known[name]

@@ -12,8 +12,7 @@ from megafour.model.build import Build, Pass
 from megafour.model.norm import Norm
 from megafour.model.rope import rotate
 from megafour.parallel.pieces import Piece
-from megafour.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear, row_piece
-from megafour.parallel.tensor.linear import replicated_piece
+from megafour.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear, replicated_piece, row_piece
 
 
 def qkv_pieces(build: Build, name: str, kind: str) -> list[Piece]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
@@ -19,10 +21,10 @@ class Norm(nn.Module):
         super().__init__()
         summed = build.sequence_parallel if summed is None else summed
         self.eps = build.model.norm_eps
-        place = dict(dtype=build.dtype, device=build.device)
-        self.weight = set_pieces(nn.Parameter(torch.empty(size, **place)), [
+        empty = partial(torch.empty, size, dtype=build.dtype, device=build.device)
+        self.weight = set_pieces(nn.Parameter(empty()), [
             replicated_piece(f"{name}.weight", size, build.tp, summed=summed, init="ones")])
-        self.bias = set_pieces(nn.Parameter(torch.empty(size, **place)), [
+        self.bias = set_pieces(nn.Parameter(empty()), [
             replicated_piece(f"{name}.bias", size, build.tp, summed=summed, init="zeros")]) if (
             (kind or build.model.norm) == "layernorm") else None
 

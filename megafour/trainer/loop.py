@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,11 @@ from megafour.data.loader import BatchLoader
 from megafour.data.tokenizer import Tokenizer
 from megafour.optim.lr_schedule import learning_rate
 from megafour.trainer import diagnose
+from megafour.trainer.logs import RankLog
 from megafour.trainer.memory import peak_bytes
+from megafour.trainer.metrics import Metrics
 from megafour.trainer.saving import logical_tensors, restore_small_state, small_state
-from megafour.trainer.step import StepResult, TrainState, control_sum, evaluate_batch, train_step
+from megafour.trainer.step import StepResult, TrainState, evaluate_batch, train_step
 
 
 class TrainingError(Exception):
@@ -50,13 +52,11 @@ class Run:
     state: TrainState
     datasets: Datasets
     tokenizer: Tokenizer | None
-    write: Callable[[dict[str, Any]], None]
-    """Takes the metrics of a step; does nothing but on the one writer."""
-    say: Callable[[str], None]
-    """Takes a line for people; does nothing but on the one writer."""
+    log: RankLog
     stop_asked: Callable[[], bool]
     """Whether this process was asked to stop (a signal, the stop file)."""
     peak_tflops: float | None = None
+    metrics: Metrics | None = None
     progress: Progress = field(default_factory=Progress)
     saved_step: int = -1
 
@@ -91,18 +91,19 @@ class Run:
         cfg, progress = self.config, self.progress
         steps = iter(self.loader(self.datasets.train, progress.consumed_samples, cfg.data.workers))
         total = int(cfg.train.steps or 0)
-        outcome = "finished"
+        outcome, first_step = "finished", True
         while progress.step < total:
             started = time.perf_counter()
             batches = self._on_device(next(steps))
             result, lr = self._one_step(batches, total)
             line = self._metrics(result, lr, time.perf_counter() - started)
-            if progress.step == 1 or self.saved_step < 0:
-                self.saved_step = 0
+            if first_step:
                 self.state.mesh.shorten_timeout()
+                first_step = False
             if cfg.eval.every and progress.step % cfg.eval.every == 0:
                 line.update(self.evaluate())
-            self.write(line)
+            if self.metrics is not None:
+                self.metrics.write(line)
             if cfg.checkpoint.every and progress.step % cfg.checkpoint.every == 0:
                 self.save()
             if result.flags > 0:
@@ -127,9 +128,9 @@ class Run:
         progress.consumed_tokens += cfg.train.global_batch_size * cfg.data.seq_length
         if cfg.logging.parameter_norms and progress.step % cfg.logging.parameter_norms == 0:
             for text in diagnose.parameter_norms(state):
-                self.say(text)
+                self.log.say(text)
         if state.mesh.ledger is not None and (progress.step == 1 or progress.step % cfg.logging.every == 0):
-            self.say(f"traffic of rank {state.mesh.rank} in step {progress.step}\n{state.mesh.ledger.table()}")
+            self.log.say(f"traffic of rank {state.mesh.rank} in step {progress.step}\n{state.mesh.ledger.table()}")
         return result, lr
 
     def _skipped(self, batches: list[MicroBatch], result: StepResult) -> None:
@@ -138,14 +139,16 @@ class Run:
         progress.skipped_steps += 1
         progress.skipped_in_a_row += 1
         if self.state.scaler.dynamic and self.state.scaler.scale > 1:
-            self.say(f"step {progress.step + 1} skipped: gradients overflow in fp16, loss scale {self.state.scaler.scale:g}")
+            self.log.say(f"step {progress.step + 1} skipped: gradients overflow in fp16, loss scale now "
+                         f"{self.state.scaler.scale:g}")
         else:
             found = diagnose.not_finite(self.state, batches, progress.step)
-            self.say(f"step {progress.step + 1} skipped: loss {result.loss}, gradient norm {result.grad_norm}; {found}")
+            self.log.say(f"step {progress.step + 1} skipped: loss {result.loss}, gradient norm {result.grad_norm}; "
+                         f"{found}")
         limit = self.config.train.max_skipped_steps
         if progress.skipped_in_a_row >= limit:
-            raise TrainingError(f"{limit} steps in a row were skipped (train.max_skipped_steps={limit}): the last at step "
-                                f"{progress.step + 1}, loss {result.loss}, gradient norm {result.grad_norm}")
+            raise TrainingError(f"{limit} steps in a row were skipped (train.max_skipped_steps={limit}): the last was "
+                                f"step {progress.step + 1}, loss {result.loss}, gradient norm {result.grad_norm}")
 
     def _profile(self) -> Any:
         from contextlib import nullcontext
@@ -216,12 +219,3 @@ class Run:
         if optimizer:
             self.state.optimizer.set_updates(int(saved["optimizer_updates"]))
         self.state.optimizer.publish()
-
-
-def batches_forever(loader: BatchLoader) -> Iterator[list[MicroBatch]]:
-    """The loader's steps, without end."""
-    while True:
-        yield from loader
-
-
-__all__ = ["Progress", "Run", "TrainingError", "control_sum"]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+import time
+import traceback
 from pathlib import Path
-from typing import Any
 
+import torch
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from megafour.checkpoint import store
@@ -16,19 +17,32 @@ from megafour.config.errors import ConfigError
 from megafour.config.load import load_config
 from megafour.config.rules import resolve
 from megafour.config.schema import Config
-from megafour.data.dataset import Datasets, build_datasets, read_info
+from megafour.data.dataset import Datasets, build_datasets
+from megafour.data.description import tokenizer_info
 from megafour.data.errors import DataError
 from megafour.data.tokenizer import Tokenizer, TokenizerInfo, load_tokenizer
 from megafour.mesh import Launch, start_distributed, stop_distributed
+from megafour.trainer.logs import RankLog
 from megafour.trainer.loop import Run, TrainingError
 from megafour.trainer.memory import keep_heap
+from megafour.trainer.metrics import Metrics
+from megafour.trainer.run_folder import RunFolder, open_run_folder
 from megafour.trainer.setup import build_mesh, build_state
+from megafour.trainer.signals import StopRequest
+
+REFUSAL_WAIT = 20.0
+"""Seconds for which ranks other than local rank 0 wait before they say an error themselves."""
 
 
 def refuse(error: Exception, launch: Launch, code: int) -> int:
-    """Say the one line, once a node, and return the exit code."""
-    if launch.local_rank == 0:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+    """Say the one line, once a node, and return the exit code.
+
+    torchrun ends all ranks as soon as one exits, so the others wait: local rank 0 must have said its line by then. One
+    that is still here afterwards is alone with its error, and says it.
+    """
+    if launch.local_rank != 0:
+        time.sleep(REFUSAL_WAIT)
+    print(f"error: {error}", file=sys.stderr, flush=True)
     return code
 
 
@@ -60,19 +74,12 @@ def run(path: str | None, overrides: list[str]) -> int:
 
 
 def open_tokenizer(config: Config) -> tuple[Tokenizer | None, TokenizerInfo]:
-    """The run's tokenizer, or what the first dataset's own `.json` says of it."""
+    """The run's tokenizer where the config names one, and what is known of it: else what the datasets say."""
     wanted = config.data.tokenizer
-    if wanted is not None:
-        tokenizer = load_tokenizer(wanted.kind, wanted.path)
-        return tokenizer, TokenizerInfo(tokenizer.kind, tokenizer.hash, tokenizer.vocab_size, tokenizer.eod_id)
-    known = read_info(config.data.train[0].path)
-    if known is not None:
-        about = known["tokenizer"]
-        return None, TokenizerInfo(about["kind"], about["hash"], int(about["vocab_size"]), about.get("eod_id"))
-    if config.model.vocab_size == "auto":
-        raise ConfigError(f"model.vocab_size=auto: neither data.tokenizer nor {config.data.train[0].path}.json says how many "
-                          f"token ids there are; set model.vocab_size")
-    return None, TokenizerInfo("unknown", "", config.model.vocab_size, None)
+    if wanted is None:
+        return None, tokenizer_info(config)
+    tokenizer = load_tokenizer(wanted.kind, wanted.path)
+    return tokenizer, tokenizer.info
 
 
 def vocabulary(config: Config, info: TokenizerInfo) -> int:
@@ -80,6 +87,7 @@ def vocabulary(config: Config, info: TokenizerInfo) -> int:
     wanted = config.model.vocab_size
     if wanted == "auto":
         return info.vocab_size
+    assert isinstance(wanted, int)
     if info.hash and wanted < info.vocab_size:
         raise ConfigError(f"model.vocab_size={wanted} is less than the tokenizer's {info.vocab_size} token ids; "
                           f"set model.vocab_size=auto")
@@ -88,15 +96,71 @@ def vocabulary(config: Config, info: TokenizerInfo) -> int:
 
 @record
 def train(config: Config, launch: Launch, tokenizer: Tokenizer | None, datasets: Datasets) -> int:
-    """Join the world, build, resume, train. An unexpected exception leaves with its traceback, named by its rank."""
-    from megafour.trainer.run_folder import open_run_folder
-
+    """Join the world and train. What one line explains ends with that line; anything else with its traceback."""
     device = launch.device(config.run.device)
     if device.type == "cpu":
         keep_heap()
     start_distributed(launch, device)
-    raise SystemExit  # replaced below
+    mesh = build_mesh(config, device)
+    try:
+        folder = open_run_folder(config, mesh.group("world").pg)
+    except CheckpointError as error:
+        stop_distributed()
+        return refuse(error, launch, 1)
+    log = RankLog(folder.logs, mesh.rank, where=mesh.describe())
+    training: Run | None = None
+    try:
+        with StopRequest(folder.stop_file if mesh.rank == 0 else None) as stop:
+            training = Run(config, build_state(config, mesh, int(config.model.vocab_size)), datasets, tokenizer,
+                           log=log, stop_asked=stop.asked, peak_tflops=peak_tflops(config, device))
+            outcome = _start_and_train(training, folder)
+            folder.status(outcome, training.progress.step, stop.reason if outcome == "preempted" else None)
+        folder.close()
+    except (CheckpointError, DataError, TrainingError) as error:
+        folder.fail(training.progress.step if training else 0, str(error))
+        log.note(f"error: {error}")
+        log.close()
+        return refuse(error, launch, 1)
+    except Exception as error:
+        step = training.progress.step if training else 0
+        folder.fail(step, f"{mesh.describe()}: {type(error).__name__}: {error}")
+        log.alarm(f"failed in step {step + 1}\n{traceback.format_exc()}")
+        raise
+    log.close()
+    stop_distributed()
+    return 0
 
 
-__all__ = ["Any", "Callable", "CheckpointError", "Path", "Run", "TrainingError", "build_mesh", "build_state", "check",
-           "run", "stop_distributed", "store"]
+def _start_and_train(training: Run, folder: RunFolder) -> str:
+    """Resume or start, then train; returns the outcome."""
+    config = training.config
+    if folder.resume_from is not None:
+        training.restore(folder.resume_from)
+        training.log.say(f"resumed from {folder.resume_from}, step {training.progress.step}, "
+                         f"on mesh {training.state.mesh.words}")
+    elif config.checkpoint.init_from is not None:
+        source = store.find(Path(config.checkpoint.init_from))
+        training.start_from(source, optimizer=config.checkpoint.init_optimizer)
+        training.log.say(f"weights taken from {source}")
+    folder.begin(training.progress.step, config)
+    training.log.say(describe(config))
+    training.metrics = Metrics(folder.path, config, training.log, start_step=training.progress.step)
+    try:
+        return training.train()
+    finally:
+        training.metrics.close()
+
+
+PEAK_TFLOPS = {"H200": 989.0, "H100 PCIe": 756.0, "H100": 989.0, "B200": 2250.0, "A100": 312.0, "L40S": 362.0,
+               "A10": 125.0}
+"""Dense bf16 peak of a GPU by a part of its name, TFLOP/s, from the vendor's data sheets."""
+
+
+def peak_tflops(config: Config, device: torch.device) -> float | None:
+    """What MFU is measured against: the config's number, the GPU's data sheet, or None (CPUs have no such figure)."""
+    if config.logging.peak_tflops != "auto":
+        return float(config.logging.peak_tflops)
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for part, peak in PEAK_TFLOPS.items() if part in name), None)

@@ -37,7 +37,8 @@ def _parts(bucket: Bucket, flat: torch.Tensor) -> Iterator[tuple[str, tuple[int,
     for param, piece, a, b in bucket.shard_ranges():
         start, _ = piece.flat_range(tuple(param.shape))
         begin = a + bucket.shard.start - bucket.starts[param] - start
-        yield piece.name, piece.shape, piece.counted, flat_parts(piece.offset, piece.size, begin, begin + b - a, flat[a:b])
+        parts = flat_parts(piece.offset, piece.size, begin, begin + b - a, flat[a:b])
+        yield piece.name, piece.shape, piece.counted, parts
 
 
 def small_state(state: TrainState, step: int, consumed_samples: int, consumed_tokens: int,
