@@ -13,7 +13,9 @@ class Verb:
         self.outcome = outcome
 
     def add_parser(self, subparsers):
-        subparsers.add_parser("try").add_argument("--n", type=int)
+        parser = subparsers.add_parser("try")
+        parser.add_argument("--n", type=int)
+        parser.add_argument("overrides", nargs="*")
 
     def run(self, args):
         if isinstance(self.outcome, Exception):
@@ -57,6 +59,16 @@ def test_a_wrong_argument_is_one_line_and_exit_2(verb, capsys, monkeypatch, argv
         cli.main(argv)
     err = capsys.readouterr().err
     assert ended.value.code == 2 and err.count("\n") == lines and err.startswith("error: " if lines else "")
+
+
+def test_overrides_may_stand_anywhere(verb, capsys):
+    verb(0)
+    for argv in (["a.b=1", "--n", "3", "c.d=x=y"], ["--n", "3", "a.b=1", "c.d=x=y"], ["a.b=1", "c.d=x=y", "--n", "3"]):
+        args = cli.parse(["try", *argv])
+        assert (args.n, args.overrides) == (3, ["a.b=1", "c.d=x=y"])
+    with pytest.raises(SystemExit):
+        cli.parse(["try", "a.b=1", "--m=2"])
+    assert "--m=2" in capsys.readouterr().err
 
 
 def test_every_verb_has_a_help(capsys):

@@ -54,11 +54,22 @@ def build_parser(names: Sequence[str]) -> Parser:
     return parser
 
 
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Parse one verb's command line; overrides (`section.key=value`) may stand anywhere between its options."""
+    known = verbs()
+    parser = build_parser(argv[:1] if argv and argv[0] in known else known)
+    args, rest = parser.parse_known_args(argv)
+    if isinstance(getattr(args, "overrides", None), list):    # argparse takes only the first run of them itself
+        args.overrides += [word for word in rest if "=" in word and not word.startswith("-")]
+        rest = [word for word in rest if word not in args.overrides]
+    if rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    return args
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb; the exit code is 0 when it did what it says, 2 for a wrong argument or config, else 1."""
-    argv = list(sys.argv[1:] if argv is None else argv)
-    known = verbs()
-    args = build_parser(argv[:1] if argv and argv[0] in known else known).parse_args(argv)
+    args = parse(list(sys.argv[1:] if argv is None else argv))
     try:
         return int(importlib.import_module(f"megafour.cli.{args.verb}").run(args) or 0)
     except KeyboardInterrupt:
