@@ -30,7 +30,7 @@ def test_round_trip_and_layout(tmp_path):
     assert (tmp_path / "a.bin").read_bytes() == struct.pack("<9H", *sum(DOCUMENTS, []))
 
 
-def test_ids_over_16_bits_are_stored_whole_or_refused(tmp_path):    # case C3
+def test_ids_over_16_bits_are_stored_whole_or_refused(tmp_path):  # case C3
     wide = [65535, 65536, 70000]
     with pytest.raises(DataError, match="65536.*vocabulary of 65536"):
         write(tmp_path / "a", [wide], 65_536)
@@ -41,15 +41,18 @@ def test_ids_over_16_bits_are_stored_whole_or_refused(tmp_path):    # case C3
         write(tmp_path / "c", [[-1]], 70_001)
 
 
-@pytest.mark.parametrize("damage, words", [
-    (lambda b, i: i.write_bytes(i.read_bytes()[:-1]), "documents take"),
-    (lambda b, i: i.write_bytes(b"PK" + i.read_bytes()[2:]), "no Megatron index"),
-    (lambda b, i: i.write_bytes(b""), "no Megatron index"),
-    (lambda b, i: b.write_bytes(b.read_bytes()[:-1]), "whole number"),
-    (lambda b, i: b.write_bytes(b.read_bytes()[:-2]), "disagree"),
-    (lambda b, i: b.unlink(), "does not exist"),
-    (lambda b, i: i.unlink(), "does not exist"),
-])
+@pytest.mark.parametrize(
+    "damage, words",
+    [
+        (lambda b, i: i.write_bytes(i.read_bytes()[:-1]), "documents take"),
+        (lambda b, i: i.write_bytes(b"PK" + i.read_bytes()[2:]), "no Megatron index"),
+        (lambda b, i: i.write_bytes(b""), "no Megatron index"),
+        (lambda b, i: b.write_bytes(b.read_bytes()[:-1]), "whole number"),
+        (lambda b, i: b.write_bytes(b.read_bytes()[:-2]), "disagree"),
+        (lambda b, i: b.unlink(), "does not exist"),
+        (lambda b, i: i.unlink(), "does not exist"),
+    ],
+)
 def test_broken_files_are_refused_by_name(tmp_path, damage, words):
     write(tmp_path / "a")
     damage(tmp_path / "a.bin", tmp_path / "a.idx")
@@ -83,7 +86,7 @@ def megatron():
 @pytest.mark.parametrize("dtype", [np.uint16, np.int32, np.int64, np.uint8])
 def test_reads_what_megatron_core_writes(tmp_path, megatron, dtype):
     builder = megatron.IndexedDatasetBuilder(str(tmp_path / "m.bin"), dtype=dtype)
-    documents = [[[1, 2, 3], [4]], [[250]], [[5, 6], [7], [8, 9]]]    # documents of several sequences
+    documents = [[[1, 2, 3], [4]], [[250]], [[5, 6], [7], [8, 9]]]  # documents of several sequences
     import torch
 
     for document in documents:

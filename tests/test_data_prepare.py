@@ -38,7 +38,7 @@ def documents(prefix):
 
 
 def run(tmp_path, *args):
-    workers = [] if "--workers" in args else ["--workers", "1"]    # starting processes is slow beside such inputs
+    workers = [] if "--workers" in args else ["--workers", "1"]  # starting processes is slow beside such inputs
     return cli.main(["prepare", *map(str, args), "--output", str(tmp_path / "out"), "--tokenizer", "bytes", *workers])
 
 
@@ -53,25 +53,38 @@ def two_frames(raw):
     return b"".join(zstandard.ZstdCompressor().compress(part) for part in (raw[:half], raw[half:]))
 
 
-@pytest.mark.parametrize("name, pack", [
-    ("a.jsonl", lambda raw: raw), ("a.jsonl.gz", gzip.compress), ("a.jsonl.zst", two_frames),
-    ("a.jsonl", lambda raw: b"\xef\xbb\xbf" + raw.replace(b"\n", b"\r\n").removesuffix(b"\r\n")),
-    ("a.jsonl", lambda raw: raw.replace(b"\n", b"\n\n  \n")),
-])
+@pytest.mark.parametrize(
+    "name, pack",
+    [
+        ("a.jsonl", lambda raw: raw),
+        ("a.jsonl.gz", gzip.compress),
+        ("a.jsonl.zst", two_frames),
+        ("a.jsonl", lambda raw: b"\xef\xbb\xbf" + raw.replace(b"\n", b"\r\n").removesuffix(b"\r\n")),
+        ("a.jsonl", lambda raw: raw.replace(b"\n", b"\n\n  \n")),
+    ],
+)
 def test_json_lines(tmp_path, small_chunks, name, pack):
     (tmp_path / name).write_bytes(pack(lines(TEXTS)))
     assert run(tmp_path, tmp_path / "a.jsonl*") == 0
     assert documents(tmp_path / "out") == [ids(text) for text in TEXTS]
     info = json.loads((tmp_path / "out.json").read_text())
     assert info["documents"] == 3000 and info["tokens"] == sum(len(text.encode()) + 1 for text in TEXTS)
-    assert info["tokenizer"]["kind"] == "bytes" and info["tokenizer"]["vocab_size"] == 257 and info["tokenizer"]["eod_id"] == 256
+    assert (
+        info["tokenizer"]["kind"] == "bytes"
+        and info["tokenizer"]["vocab_size"] == 257
+        and info["tokenizer"]["eod_id"] == 256
+    )
     assert not (tmp_path / "out.partial").exists()
 
 
-@pytest.mark.parametrize("split, expected", [
-    ("file", ["one\ntwo\n\nthree\n\n\n\nfour\n"]), ("blank-line", ["one\ntwo", "three", "four"]),
-    ("line", ["one", "two", "three", "four"]),
-])
+@pytest.mark.parametrize(
+    "split, expected",
+    [
+        ("file", ["one\ntwo\n\nthree\n\n\n\nfour\n"]),
+        ("blank-line", ["one\ntwo", "three", "four"]),
+        ("line", ["one", "two", "three", "four"]),
+    ],
+)
 @pytest.mark.parametrize("chunk", [3, 1000])
 def test_text_files(tmp_path, monkeypatch, split, expected, chunk):
     monkeypatch.setattr(sources, "CHUNK_BYTES", chunk)
@@ -132,8 +145,14 @@ def test_merge_wants_every_shard_of_one_corpus(tmp_path, capsys):
     assert cli.main(merge) == 1 and "several divisions: [2, 3]" in capsys.readouterr().err
 
 
-BAD = {3: (b"{broken", "not JSON"), 5: (b'{"n": 1}', "no key 'text' \\(found: n\\)"), 6: (b'{"text": 4}', "'text' is int"),
-       8: (b"[1]", "found: list"), 9: (b'{"text": "\\ud800"}', "surrogate"), 11: (b'{"text": "\xff"}', "not UTF-8")}
+BAD = {
+    3: (b"{broken", "not JSON"),
+    5: (b'{"n": 1}', "no key 'text' \\(found: n\\)"),
+    6: (b'{"text": 4}', "'text' is int"),
+    8: (b"[1]", "found: list"),
+    9: (b'{"text": "\\ud800"}', "surrogate"),
+    11: (b'{"text": "\xff"}', "not UTF-8"),
+}
 
 
 def test_bad_lines_are_named_or_left_out(tmp_path, capsys, small_chunks):
@@ -184,13 +203,23 @@ def test_wrong_arguments_exit_with_2(tmp_path, capsys):
     (tmp_path / "a.jsonl").write_bytes(lines(TEXTS[:3]))
     (tmp_path / "a.csv").write_text("x")
     good, out = str(tmp_path / "a.jsonl"), ["--output", str(tmp_path / "out")]
-    wrong = [[good], [*out, "--tokenizer", "bytes"], [good, *out], [good, *out, "--tokenizer", "gpt"],
-             [good, *out, "--tokenizer", "sentencepiece"], [good, *out, "--tokenizer", "sentencepiece:none.model"],
-             [good, *out, "--tokenizer", "bytes:x"], [good, *out, "--tokenizer", "bytes", "--train-tokenizer", "300"],
-             [good, good, *out, "--tokenizer", "bytes"], [str(tmp_path / "none*"), *out, "--tokenizer", "bytes"],
-             [str(tmp_path), *out, "--tokenizer", "bytes"], [str(tmp_path / "a.csv"), *out, "--tokenizer", "bytes"],
-             [good, *out, "--tokenizer", "bytes", "--shard", "2/2"], [good, *out, "--tokenizer", "bytes", "--workers", "0"],
-             [good, *out, "--merge"]]
+    wrong = [
+        [good],
+        [*out, "--tokenizer", "bytes"],
+        [good, *out],
+        [good, *out, "--tokenizer", "gpt"],
+        [good, *out, "--tokenizer", "sentencepiece"],
+        [good, *out, "--tokenizer", "sentencepiece:none.model"],
+        [good, *out, "--tokenizer", "bytes:x"],
+        [good, *out, "--tokenizer", "bytes", "--train-tokenizer", "300"],
+        [good, good, *out, "--tokenizer", "bytes"],
+        [str(tmp_path / "none*"), *out, "--tokenizer", "bytes"],
+        [str(tmp_path), *out, "--tokenizer", "bytes"],
+        [str(tmp_path / "a.csv"), *out, "--tokenizer", "bytes"],
+        [good, *out, "--tokenizer", "bytes", "--shard", "2/2"],
+        [good, *out, "--tokenizer", "bytes", "--workers", "0"],
+        [good, *out, "--merge"],
+    ]
     for args in wrong:
         with pytest.raises(SystemExit) as ended:
             cli.main(["prepare", *args])
@@ -221,6 +250,7 @@ def test_goes_on_after_a_failure_where_its_journal_ends(tmp_path, small_chunks, 
                 raise KeyboardInterrupt
             seen.append(chunk.first_line)
             return encode(recipe, chunk)
+
         return wrapped
 
     for limit in (10, 11, 40, None):
@@ -244,10 +274,23 @@ def test_a_second_process_on_one_prefix_is_refused(tmp_path):
 
 def test_killed_at_any_time_it_is_whole_or_absent(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(lines(TEXTS) * 40)
-    command = [sys.executable, "-m", "megafour", "prepare", str(tmp_path / "a.jsonl"), "--output", str(tmp_path / "out"),
-               "--tokenizer", "bytes", "--workers", "2"]
+    command = [
+        sys.executable,
+        "-m",
+        "megafour",
+        "prepare",
+        str(tmp_path / "a.jsonl"),
+        "--output",
+        str(tmp_path / "out"),
+        "--tokenizer",
+        "bytes",
+        "--workers",
+        "2",
+    ]
     for seconds in (0.3, 0.6, 0.9):
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+        process = subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+        )
         time.sleep(seconds)
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
@@ -261,11 +304,19 @@ def test_killed_at_any_time_it_is_whole_or_absent(tmp_path):
 def test_train_tokenizer(tmp_path, capsys):
     (tmp_path / "a.jsonl").write_bytes(lines(TEXTS))
     for name in ("x", "y"):
-        assert cli.main(["prepare", str(tmp_path / "a.jsonl"), "--output", str(tmp_path / name), "--train-tokenizer", "290"]) == 0
+        assert (
+            cli.main(
+                ["prepare", str(tmp_path / "a.jsonl"), "--output", str(tmp_path / name), "--train-tokenizer", "290"]
+            )
+            == 0
+        )
     assert (tmp_path / "x.model").read_bytes() == (tmp_path / "y.model").read_bytes()
     assert (tmp_path / "x.bin").read_bytes() == (tmp_path / "y.bin").read_bytes()
     info = json.loads((tmp_path / "x.json").read_text())
     assert info["tokenizer"]["file"] == "x.model" and info["tokenizer"]["vocab_size"] == 290
     assert IndexedDataset(tmp_path / "x").dtype == np.uint16
-    assert cli.main(["prepare", str(tmp_path / "a.jsonl"), "--output", str(tmp_path / "x"), "--train-tokenizer", "290"]) == 0
+    assert (
+        cli.main(["prepare", str(tmp_path / "a.jsonl"), "--output", str(tmp_path / "x"), "--train-tokenizer", "290"])
+        == 0
+    )
     assert "complete already" in capsys.readouterr().err

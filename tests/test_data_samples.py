@@ -32,15 +32,19 @@ def corpus(prefix, lengths, vocab_size=100_000):
 
 
 def config(train, seq=4, **data):
-    entry = lambda e: SimpleNamespace(path=str(e[0]), weight=e[1])    # noqa: E731
+    entry = lambda e: SimpleNamespace(path=str(e[0]), weight=e[1])  # noqa: E731
     valid = {name: [entry(e) for e in entries] for name, entries in data.pop("valid", {}).items()}
-    section = SimpleNamespace(train=[entry(e) for e in train], valid=valid, split=data.pop("split", None), seq_length=seq)
+    section = SimpleNamespace(
+        train=[entry(e) for e in train], valid=valid, split=data.pop("split", None), seq_length=seq
+    )
     return SimpleNamespace(data=section, run=SimpleNamespace(seed=7))
 
 
 def loader(dataset, *, batch=4, rank=0, dp=1, micro=1, **more):
     positions = more.pop("positions", torch.arange(dataset.seq_length))
-    return BatchLoader(dataset, dp_rank=rank, dp_size=dp, global_batch_size=batch, micro_batch_size=micro, positions=positions, **more)
+    return BatchLoader(
+        dataset, dp_rank=rank, dp_size=dp, global_batch_size=batch, micro_batch_size=micro, positions=positions, **more
+    )
 
 
 def first_tokens(steps):
@@ -60,8 +64,19 @@ def test_small_permutations_are_all_likely():
     assert max(Permutation(2**40, 5)[i] for i in range(100)) > 2**38
 
 
-@pytest.mark.parametrize("weights", [[1.0], [0.7, 0.3], [1, 1, 1], [0.5, 0.3, 0.2], [0.001, 0.5, 0.499], [1234567, 7654321, 3],
-                                     [0.31, 0.17, 0.13, 0.11, 0.09, 0.08, 0.05, 0.04, 0.02], [1e-12, 1.0]])
+@pytest.mark.parametrize(
+    "weights",
+    [
+        [1.0],
+        [0.7, 0.3],
+        [1, 1, 1],
+        [0.5, 0.3, 0.2],
+        [0.001, 0.5, 0.499],
+        [1234567, 7654321, 3],
+        [0.31, 0.17, 0.13, 0.11, 0.09, 0.08, 0.05, 0.04, 0.02],
+        [1e-12, 1.0],
+    ],
+)
 def test_a_blend_is_exact_to_one_sample_at_every_prefix(weights):
     blend, given = Blend(weights), [0] * len(weights)
     for index in range(min(2 * blend.period + 5, 20_000)):
@@ -70,13 +85,15 @@ def test_a_blend_is_exact_to_one_sample_at_every_prefix(weights):
         given[source] += 1
         for count, weight in zip(given, weights, strict=True):
             assert abs(count - (index + 1) * weight / sum(weights)) < 1
-    far = 10**15    # 64 bits, without a walk
+    far = 10**15  # 64 bits, without a walk
     source, position = blend.locate(far)
     assert abs(position - far * blend.counts[source] / blend.period) < 1.01
 
 
 def test_an_epoch_is_every_sample_once_and_epochs_differ(tmp_path):
-    dataset = GlobalDataset([Source(corpus(tmp_path / "a", [50, 51]), 4, seed=7)], seed=7)    # 25 samples, nothing left out
+    dataset = GlobalDataset(
+        [Source(corpus(tmp_path / "a", [50, 51]), 4, seed=7)], seed=7
+    )  # 25 samples, nothing left out
     orders = []
     for epoch in range(3):
         rows = [dataset.sample(epoch * 25 + i) for i in range(25)]
@@ -93,8 +110,10 @@ def test_an_epoch_is_every_sample_once_and_epochs_differ(tmp_path):
     assert [int(other.sample(i)[0]) for i in range(25)] != orders[0]
 
 
-def test_order_after_resume(tmp_path):    # case B10
-    dataset = GlobalDataset([Source(corpus(tmp_path / "a", [81]), 4, seed=7)], seed=7)    # 20 samples, 3 epochs of 5 steps
+def test_order_after_resume(tmp_path):  # case B10
+    dataset = GlobalDataset(
+        [Source(corpus(tmp_path / "a", [81]), 4, seed=7)], seed=7
+    )  # 20 samples, 3 epochs of 5 steps
     whole = first_tokens(itertools.islice(loader(dataset, micro=4), 15))
     assert sorted(sum(whole[:5], [])) == list(range(0, 80, 4))
     for step in range(1, 15):
@@ -102,18 +121,23 @@ def test_order_after_resume(tmp_path):    # case B10
             fresh = GlobalDataset([Source(IndexedDataset(tmp_path / "a"), 4, seed=7)], seed=7)
             ranks = [loader(fresh, start_sample=4 * step, dp=dp, rank=r, micro=micro) for r in range(dp)]
             resumed = [first_tokens(itertools.islice(rank, 15 - step)) for rank in ranks]
-            per_step = [sum((sum(r[s * (4 // dp // micro):(s + 1) * (4 // dp // micro)], []) for r in resumed), [])
-                        for s in range(15 - step)]
+            per_step = [
+                sum((sum(r[s * (4 // dp // micro) : (s + 1) * (4 // dp // micro)], []) for r in resumed), [])
+                for s in range(15 - step)
+            ]
             assert per_step == whole[step:]
 
 
 def test_resume_with_another_batch_size_sees_each_sample_once(tmp_path):
     dataset = GlobalDataset([Source(corpus(tmp_path / "a", [81]), 4, seed=7)], seed=7)
-    steps = [*itertools.islice(loader(dataset, batch=4), 2), *itertools.islice(loader(dataset, batch=6, start_sample=8), 2)]
+    steps = [
+        *itertools.islice(loader(dataset, batch=4), 2),
+        *itertools.islice(loader(dataset, batch=6, start_sample=8), 2),
+    ]
     assert sorted(sum(first_tokens(steps), [])) == list(range(0, 80, 4))
 
 
-def test_empty_documents(tmp_path):    # case C5
+def test_empty_documents(tmp_path):  # case C5
     gaps = Source(corpus(tmp_path / "a", [5, 0, 0, 3, 0]), 4, seed=7)
     plain = Source(corpus(tmp_path / "b", [5, 3]), 4, seed=7)
     assert gaps.num_samples == plain.num_samples == 1
@@ -127,12 +151,12 @@ def test_empty_documents(tmp_path):    # case C5
         Source(corpus(tmp_path / "d", [4]), 4, seed=7)
 
 
-def test_fewer_samples_than_a_batch_wrap_into_the_next_epoch(tmp_path):    # case C7
-    corpus(tmp_path / "a", [13])    # 3 samples
+def test_fewer_samples_than_a_batch_wrap_into_the_next_epoch(tmp_path):  # case C7
+    corpus(tmp_path / "a", [13])  # 3 samples
     seen = []
     for rank in range(2):
         dataset = build_datasets(config([(tmp_path / "a", 1.0)]), INFO).train
-        steps = list(itertools.islice(loader(dataset, rank=rank, dp=2), 3))    # 12 samples: 4 epochs
+        steps = list(itertools.islice(loader(dataset, rank=rank, dp=2), 3))  # 12 samples: 4 epochs
         seen.append([micro.samples.tolist() for step in steps for micro in step])
         starts = first_tokens(steps)
         assert len(starts) == 6
@@ -140,25 +164,27 @@ def test_fewer_samples_than_a_batch_wrap_into_the_next_epoch(tmp_path):    # cas
     assert sorted(int(dataset.sample(i)[0]) for i in range(3)) == [0, 4, 8]
 
 
-def test_a_validation_set_smaller_than_a_batch_counts_every_token_once(tmp_path):    # case C7
+def test_a_validation_set_smaller_than_a_batch_counts_every_token_once(tmp_path):  # case C7
     corpus(tmp_path / "a", [41])
-    corpus(tmp_path / "v", [7, 4])    # 11 tokens, 10 predictions: 2 whole samples and one of 2
+    corpus(tmp_path / "v", [7, 4])  # 11 tokens, 10 predictions: 2 whole samples and one of 2
     for dp in (1, 2, 4):
         labels = []
         for rank in range(dp):
-            dataset = build_datasets(config([(tmp_path / "a", 1.0)], valid={"v": [(tmp_path / "v", 1.0)]}), INFO).valid["v"]
+            dataset = build_datasets(config([(tmp_path / "a", 1.0)], valid={"v": [(tmp_path / "v", 1.0)]}), INFO).valid[
+                "v"
+            ]
             steps = list(loader(dataset, batch=4, dp=dp, rank=rank))
-            assert len(steps) == 1 and len(steps[0]) == 4 // dp    # alike on all ranks
+            assert len(steps) == 1 and len(steps[0]) == 4 // dp  # alike on all ranks
             labels += [x for micro in steps[0] for x in micro.labels.flatten().tolist() if x != IGNORE]
             assert all((micro.tokens >= 0).all() for micro in steps[0])
         assert sorted(labels) == list(range(1, 11))
 
 
-def test_no_cache_so_nothing_to_race_for(tmp_path):    # case C1
+def test_no_cache_so_nothing_to_race_for(tmp_path):  # case C1
     folder = tmp_path / "data"
     corpus(folder / "a", [500] * 20)
     before = sorted(folder.iterdir())
-    folder.chmod(stat.S_IRUSR | stat.S_IXUSR)    # read-only
+    folder.chmod(stat.S_IRUSR | stat.S_IXUSR)  # read-only
     with multiprocessing.get_context("spawn").Pool(4) as workers:
         orders = workers.map(starts_of, [str(folder / "a")] * 8)
     folder.chmod(stat.S_IRWXU)
@@ -173,7 +199,7 @@ def starts_of(prefix):
 def test_fifty_million_documents_open_at_once(tmp_path):
     count = 50_000_000
     with open(tmp_path / "lengths", "wb") as file:
-        os.truncate(file.fileno(), 4 * count)    # zeros, without disk
+        os.truncate(file.fileno(), 4 * count)  # zeros, without disk
     lengths = np.memmap(tmp_path / "lengths", "<i4", "r+")
     lengths[:1000] = 100
     write_index(tmp_path / "a.idx", lengths, np.dtype("<u2"))
@@ -225,17 +251,20 @@ def zigzag(seq, cp, rank):
 
 
 @pytest.mark.parametrize("cp", [1, 2, 4])
-def test_labels_are_shifted_before_the_sequence_is_split(cp):    # case A8
+def test_labels_are_shifted_before_the_sequence_is_split(cp):  # case A8
     rows = np.arange(100, 117)[None]
     whole = {}
     for rank in range(cp):
         part = collate(rows, torch.arange(1), zigzag(16, cp, rank))
         assert part.valid_tokens() == 16 // cp
-        whole |= {int(p): (int(t), int(label)) for p, t, label in zip(part.positions, part.tokens[0], part.labels[0], strict=True)}
+        whole |= {
+            int(p): (int(t), int(label))
+            for p, t, label in zip(part.positions, part.tokens[0], part.labels[0], strict=True)
+        }
     assert whole == {p: (100 + p, 101 + p) for p in range(16)}
 
 
-def test_positions_restart_in_each_document(tmp_path):    # case A10
+def test_positions_restart_in_each_document(tmp_path):  # case A10
     rows, ids = np.arange(9)[None], np.array([[0, 0, 0, 0, 0, 1, 1, 1, 1]])
     parts = [collate(rows, torch.arange(1), zigzag(8, 2, rank), document_ids=ids) for rank in range(2)]
     assert [part.tokens[0].tolist() for part in parts] == [[0, 1, 6, 7], [2, 3, 4, 5]]
@@ -248,7 +277,9 @@ def test_workers_give_the_same_batches_and_their_errors(tmp_path):
     dataset = GlobalDataset([Source(corpus(tmp_path / "a", [81]), 4, seed=7)], seed=7)
     plain, threads = (list(itertools.islice(loader(dataset, workers=w), 12)) for w in (0, 3))
     for a, b in zip(plain, threads, strict=True):
-        assert all(torch.equal(x.tokens, y.tokens) and torch.equal(x.samples, y.samples) for x, y in zip(a, b, strict=True))
+        assert all(
+            torch.equal(x.tokens, y.tokens) and torch.equal(x.samples, y.samples) for x, y in zip(a, b, strict=True)
+        )
 
     class Failing(GlobalDataset):
         def sample(self, index):
@@ -265,11 +296,15 @@ def test_workers_give_the_same_batches_and_their_errors(tmp_path):
 
 def test_skipped_samples_have_no_labels_and_shift_nothing(tmp_path):
     dataset = GlobalDataset([Source(corpus(tmp_path / "a", [81]), 4, seed=7)], seed=7)
-    plain, skipping = (next(iter(loader(dataset, micro=4, skip_samples=skip, start_sample=4)))[0] for skip in ((), (6,)))
+    plain, skipping = (
+        next(iter(loader(dataset, micro=4, skip_samples=skip, start_sample=4)))[0] for skip in ((), (6,))
+    )
     assert (skipping.labels[2] == IGNORE).all() and skipping.sample_ids.tolist() == [0, 1, 2, 3]
     assert skipping.samples.tolist() == [4, 5, 6, 7]
     for row in (0, 1, 3):
-        assert torch.equal(plain.tokens[row], skipping.tokens[row]) and torch.equal(plain.labels[row], skipping.labels[row])
+        assert torch.equal(plain.tokens[row], skipping.tokens[row]) and torch.equal(
+            plain.labels[row], skipping.labels[row]
+        )
 
 
 def test_a_batch_that_does_not_divide_is_refused(tmp_path):

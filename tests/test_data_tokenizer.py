@@ -10,7 +10,11 @@ from megafour.data.tokenizer import KINDS, load_tokenizer
 from megafour.data.train_tokenizer import train_sentencepiece
 
 TEXT = "Hello <|endoftext|></s>  wörld, 1234 日本語 👋\n\n\tdef f():\r\n    return  0\n"
-CORPUS = ["the quick brown fox jumps over the lazy dog\n" * 20, "pack my box with five dozen liquor jugs " * 30, "wörld"]
+CORPUS = [
+    "the quick brown fox jumps over the lazy dog\n" * 20,
+    "pack my box with five dozen liquor jugs " * 30,
+    "wörld",
+]
 
 
 @pytest.fixture(scope="module")
@@ -23,15 +27,22 @@ def paths(tmp_path_factory):
     model = Tokenizer(models.BPE())
     model.pre_tokenizer, model.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False
+    )
     model.train_from_iterator(CORPUS, trainer)
-    model.enable_truncation(4)    # files carry such settings; a corpus must not be cut by them
+    model.enable_truncation(4)  # files carry such settings; a corpus must not be cut by them
     model.enable_padding(length=16)
     model.save(str(folder / "tokenizer.json"))
     ranks = [bytes([b]) for b in range(256)] + [b"th", b"the", b" the"]
     lines = [base64.b64encode(token) + b" %d" % rank for rank, token in enumerate(ranks)]
     (folder / "x.tiktoken").write_bytes(b"\n".join(lines) + b"\n")
-    return {"sentencepiece": folder / "sp.model", "huggingface": folder / "tokenizer.json", "tiktoken": folder / "x.tiktoken", "bytes": None}
+    return {
+        "sentencepiece": folder / "sp.model",
+        "huggingface": folder / "tokenizer.json",
+        "tiktoken": folder / "x.tiktoken",
+        "bytes": None,
+    }
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -61,7 +72,10 @@ def test_the_end_mark_that_a_folder_names(paths, tmp_path):
     (tmp_path / "tokenizer.json").write_bytes(paths["huggingface"].read_bytes())
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "!"}}))
     tokenizer = load_tokenizer("huggingface", tmp_path)
-    assert tokenizer.eod_id == tokenizer.encode("!")[0] and set(tokenizer.files()) == {"tokenizer.json", "tokenizer_config.json"}
+    assert tokenizer.eod_id == tokenizer.encode("!")[0] and set(tokenizer.files()) == {
+        "tokenizer.json",
+        "tokenizer_config.json",
+    }
 
 
 def test_training_is_reproducible(paths, tmp_path):

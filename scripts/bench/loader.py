@@ -37,8 +37,15 @@ def main() -> None:
             started = time.perf_counter()
             source = Source(IndexedDataset(folder + "/a"), seq, seed=1, vocab_size=32_000)
             dataset = GlobalDataset([source], seed=1)
-            loader = BatchLoader(dataset, dp_rank=0, dp_size=1, global_batch_size=8, micro_batch_size=micro,
-                                 positions=torch.arange(seq), workers=workers)
+            loader = BatchLoader(
+                dataset,
+                dp_rank=0,
+                dp_size=1,
+                global_batch_size=8,
+                micro_batch_size=micro,
+                positions=torch.arange(seq),
+                workers=workers,
+            )
             steps = iter(loader)
             next(steps)
             first = time.perf_counter() - started
@@ -46,8 +53,10 @@ def main() -> None:
             for _ in range(count):
                 next(steps)
             speed = count * 8 * seq / (time.perf_counter() - started)
-            print(f"seq {seq:>5}  micro {micro}  workers {workers}: first step {first * 1e3:6.1f} ms, "
-                  f"{speed:>13,.0f} tokens/s = {speed / args.consumed:,.0f} x training")
+            print(
+                f"seq {seq:>5}  micro {micro}  workers {workers}: first step {first * 1e3:6.1f} ms, "
+                f"{speed:>13,.0f} tokens/s = {speed / args.consumed:,.0f} x training"
+            )
 
 
 if __name__ == "__main__":

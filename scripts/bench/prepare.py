@@ -1,6 +1,6 @@
 """Speed of `megafour prepare` against the tokenizer library's own batch call, in turn, on the same text and cores.
 
-    python scripts/bench/prepare.py --text CORPUS.jsonl --tokenizer sentencepiece:MODEL [--tokenizer huggingface:FILE ...]
+python scripts/bench/prepare.py --text CORPUS.jsonl --tokenizer sentencepiece:MODEL [--tokenizer KIND:FILE ...]
 """
 
 from __future__ import annotations
