@@ -31,6 +31,6 @@ say "Resuming its checkpoint on another mesh, dp2-tp2: four processes hold the s
 train 4 parallel.pp=1 parallel.tp=2 parallel.cp=1 train.steps=180
 
 say "A sample of what it learned in these minutes"
-"$PYTHON" -m megafour generate --checkpoint runs/quickstart --prompt "The following function returns"
+"$PYTHON" -m megafour generate --checkpoint runs/quickstart --prompt "The following function returns" --max-tokens 100
 
 say "Done. What the run left is in runs/quickstart: metrics.jsonl, logs, TensorBoard files, checkpoints."
