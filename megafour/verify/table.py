@@ -18,9 +18,9 @@ class Table:
                  out: TextIO | None = None) -> None:
         self.out = out or sys.stdout
         self.width = max(len("mesh"), *(len(case.degrees.words) for case in cases))
-        model, m = cases[0].config, cases[0].config.model
+        m, seq = cases[0].config.model, cases[0].config.data.seq_length
         self._print(f"toy: {m.num_layers} layers, hidden {m.hidden_size}, {m.num_attention_heads} query and "
-                    f"{m.kv_heads} K/V heads, sequence {model.data.seq_length}; {steps} steps in {precision} on {device}"
+                    f"{m.kv_heads} K/V heads, sequence {seq}; {steps} steps in {precision} on {device}"
                     + ("; sizes differ by row" if cases[0].options else ""))
         self._print(f"passes at: loss {tolerance.loss:g}, gradient norm {tolerance.grad_norm:g}, gradients "
                     f"{tolerance.gradient:g}, weights {tolerance.weights:g}")
