@@ -209,7 +209,7 @@ class _Reader:
 
 
 def parse_split(split: str | Sequence[float] | None) -> list[float] | None:
-    """'98,1,1' or [98, 1, 1] -> three shares that sum to one (train, validation, test; missing ones 0); None for None."""
+    """'98,1,1' or [98, 1, 1] -> three shares of one (train, validation, test; missing ones 0); None for None."""
     if split is None:
         return None
     try:
