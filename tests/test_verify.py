@@ -1,0 +1,150 @@
+"""What `megafour verify` walks, how it shrinks a config, and what it prints."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megafour.cli.main import main
+from megafour.config.errors import ConfigError
+from megafour.config.load import config_from, load_config
+from megafour.verify.matrix import (
+    DEFAULT_MESHES,
+    OPTIONS,
+    applicable_pairs,
+    covering_array,
+    pairs_of,
+    parse_mesh,
+    values,
+)
+from megafour.verify.run import TOLERANCES, Compared, not_held, summarise
+from megafour.verify.shrink import option_case, user_cases
+
+CONFIGS = sorted(str(p) for p in (Path(__file__).parent.parent / "configs").glob("*.yaml"))
+MESHES = [parse_mesh(words) for words in DEFAULT_MESHES]
+
+
+def test_covering_array_walks_every_applicable_pair():
+    rows = covering_array(DEFAULT_MESHES)
+    walked = {pair for row in rows for pair in pairs_of(row)}
+    wanted = applicable_pairs(DEFAULT_MESHES)
+    assert wanted <= walked
+    assert rows == covering_array(DEFAULT_MESHES)
+    assert len(rows) <= 70    # 18 meshes × 3 values is the least
+
+
+def test_applicable_pairs_are_those_of_the_issue():
+    """Named here by hand, so that an option cannot drop out of the walk unseen."""
+    wanted = applicable_pairs(DEFAULT_MESHES)
+    for words in DEFAULT_MESHES:
+        mesh = parse_mesh(words)
+        for option in ("recompute", "tied", "micro_batches", "micro_batch_size", "dropout", "family", "optimizer"):
+            assert all((("mesh", words), (option, value)) in wanted for value in OPTIONS[option])
+        assert ((("mesh", words), ("kv_heads", "fewer")) in wanted) == (mesh.tp > 1)
+        assert ((("mesh", words), ("sequence_parallel", "false")) in wanted) == (mesh.tp > 1)
+        assert ((("mesh", words), ("zero_stage", "1")) in wanted) == (mesh.dp * mesh.cp > 1)
+        assert ((("mesh", words), ("layers", "uneven")) in wanted) == (mesh.pp > 1)
+        assert ((("mesh", words), ("valid", "empty-rank")) in wanted) == (mesh.dp * mesh.cp > 1)
+    for f in OPTIONS:
+        for g in OPTIONS:
+            if list(OPTIONS).index(f) < list(OPTIONS).index(g):
+                pairs = {pair for pair in wanted if (pair[0][0], pair[1][0]) == (f, g)}
+                assert len(pairs) == len(OPTIONS[f]) * len(OPTIONS[g]), (f, g)
+
+
+def test_every_row_is_a_config_that_differs_as_it_says():
+    config = load_config(CONFIGS[-1])
+    for row in covering_array(DEFAULT_MESHES):
+        case = option_case(config, row, 3)
+        c, mesh = case.config, case.degrees
+        assert mesh.words == parse_mesh(row["mesh"]).words
+        assert (c.model.kv_heads < mesh.tp) == (row["kv_heads"] == "fewer")
+        assert (c.model.kv_heads == c.model.num_attention_heads) == (row["kv_heads"] == "all")
+        assert c.train.global_batch_size == mesh.dp * c.train.micro_batch_size * int(row["micro_batches"])
+        assert (c.model.num_layers % mesh.pp > 0) == (row.get("layers", "even") != "even")
+        assert c.model.tie_embeddings == (row["tied"] == "true")
+        assert (c.model.attention_dropout > 0) == (row["dropout"] == "on")
+
+
+def test_parse_mesh():
+    assert parse_mesh("cp2-dp4").words == "dp4-cp2"
+    assert parse_mesh("pp2-tp2-ep1").world == 4
+    for wrong in ("", "dp0", "dp2-dp2", "xp2", "dp2,tp2", "ep2"):
+        with pytest.raises(ConfigError, match="--mesh"):
+            parse_mesh(wrong)
+    assert values(parse_mesh("dp2"), "order") == ()
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda p: Path(p).stem)
+def test_shipped_configs_shrink_on_every_mesh(path):
+    config = load_config(path)
+    for case in user_cases(config, MESHES, 3):
+        toy = case.config
+        assert toy.model.num_attention_heads * config.model.kv_heads == (
+            toy.model.kv_heads * config.model.num_attention_heads)
+        for key in ("norm", "activation", "position", "tie_embeddings", "qkv_bias", "linear_bias", "qk_norm",
+                    "hidden_dropout", "attention_dropout"):
+            assert getattr(toy.model, key) == getattr(config.model, key)
+        assert toy.train.recompute == config.train.recompute
+        assert toy.train.grad_clip == config.train.grad_clip
+        assert toy.optimizer.name == config.optimizer.name
+        assert toy.parallel.zero_stage == config.parallel.zero_stage
+        assert toy.parallel.sequence_parallel == config.parallel.sequence_parallel
+        assert toy.parallel.pipeline.schedule == config.parallel.pipeline.schedule
+        assert toy.model.hidden_size <= 256
+
+
+@pytest.mark.parametrize(("heads", "kv", "tp", "toy"), [
+    (6, 3, 1, (8, 4)),    # 6 and 3 divide by no tp 4: scaled up, ratio kept
+    (8, 2, 4, (8, 2)),    # K/V heads < tp stays so on tp4
+    (32, 1, 1, (32, 1)),    # multi-query
+    (4, 4, 1, (4, 4)),
+])
+def test_head_ratio_is_kept(heads, kv, tp, toy):
+    config = config_from({"model": {"hidden_size": 16 * heads, "num_attention_heads": heads,
+                                    "num_key_value_heads": kv, "ffn_hidden_size": 64}, "parallel": {"tp": tp}})
+    found = user_cases(config, [parse_mesh("tp2"), parse_mesh("tp4")], 1)[0].config.model
+    assert (found.num_attention_heads, found.kv_heads) == toy
+
+
+def test_odd_meshes_and_uneven_layers():
+    config = config_from({"model": {"num_layers": 7}, "parallel": {"pp": 2, "pipeline": {"partition": [3, 4]}}})
+    cases = user_cases(config, [parse_mesh(m) for m in ("tp3", "cp3-tp2", "pp2", "pp5", "dp3")], 2)
+    assert [c.config.model.num_attention_heads % c.degrees.tp for c in cases] == [0] * 5
+    assert cases[2].config.parallel.pipeline.partition == [3, 3]
+    assert sum(cases[3].config.parallel.pipeline.partition) == 6
+
+
+def test_a_number_that_is_none_fails_and_a_gap_is_named():
+    good = Compared(0.0, 0.0, {"a": 1e-12}, {"a": 0.0}, [("a", (0, 0), (2, 3), 0, 6)])
+    lost = Compared(0.0, 0.0, {"a": float("nan")}, {"a": 0.0}, [("a", (2, 0), (2, 3), 0, 5)])
+    assert summarise([good], TOLERANCES["fp64"]).passed
+    assert not summarise([good, lost, good], TOLERANCES["fp64"]).passed
+    assert not_held([good, lost], {"a": (4, 3)}) == ["a"]
+    assert not_held([good], {"a": (2, 3)}) == []
+
+
+def test_the_command(capsys):
+    assert main(["verify", "--mesh", "dp2", "--mesh", "tp2-cp2", "--steps", "2", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["passed"] and [m["mesh"] for m in found["meshes"]] == ["dp2", "tp2-cp2"]
+    assert max(max(m["loss"], m["grad_norm"], m["gradient"], m["weights"]) for m in found["meshes"]) <= 1e-9
+    assert "layers.0.attention.wk.weight" in found["meshes"][0]["gradients"]
+
+
+def test_bf16_on_cpu_at_its_own_tolerance(capsys):
+    assert main(["verify", "--mesh", "dp2-pp2", "--dtype", "bf16", "--steps", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "passes at: loss 0.01" in out and "1 of 1 passed" in out
+
+
+@pytest.mark.parametrize(("argv", "said"), [
+    (["--mesh", "dp2-xp2"], "xp2"),
+    (["--device", "cuda", "--mesh", "dp64"], "64 GPUs"),
+    (["model.num_heads=3"], "num_attention_heads"),
+    (["model.num_attention_heads=6", "model.num_key_value_heads=4", "model.hidden_size=48"], "num_key_value_heads"),
+])
+def test_wrong_arguments(argv, said, capsys):
+    assert main(["verify", *argv]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and said in error and error.count("\n") == 1

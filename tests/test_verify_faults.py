@@ -1,0 +1,158 @@
+"""Planted faults: each is found by verify, and the worst parameter is one that the fault touches."""
+
+import re
+from contextlib import contextmanager
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+
+from megafour.comm.group import Group
+from megafour.config.load import config_from
+from megafour.verify.matrix import parse_mesh
+from megafour.verify.run import check
+from megafour.verify.shrink import user_cases
+
+
+@contextmanager
+def norm_sync_dropped():
+    """Norm weights under sequence parallelism keep each tp rank's own share of the gradient."""
+    from megafour.trainer import step
+
+    real = step.sync_replicated
+    with mock.patch.object(step, "sync_replicated", lambda buckets, groups: real(
+            buckets, {**groups, "tp": Group("tp", (0,), 0)})):
+        yield
+
+
+@contextmanager
+def loss_scaled_by_cp():
+    """Every rank of the ring divides by its own tokens, as a mean over ranks would."""
+    from megafour.trainer import step
+
+    real = step.count_valid_tokens
+    with mock.patch.object(step, "count_valid_tokens", lambda batches, mesh: real(batches, mesh) // mesh.cp):
+        yield
+
+
+@contextmanager
+def label_lost_at_a_boundary():
+    """Each shard shifts its own tokens: the last one of every run of positions has no label."""
+    from megafour.data import loader
+    from megafour.data.batch import IGNORE
+
+    real = loader.collate
+
+    def shifted_after_the_cut(rows, ids, positions, **kwargs):
+        batch = real(rows, ids, positions, **kwargs)
+        followed = torch.zeros(len(positions), dtype=torch.bool)
+        followed[:-1] = positions[1:] == positions[:-1] + 1
+        return replace(batch, labels=batch.labels.masked_fill(~followed & (positions != rows.shape[1] - 2), IGNORE))
+
+    with mock.patch.object(loader, "collate", shifted_after_the_cut):
+        yield
+
+
+@contextmanager
+def kv_heads_swapped():
+    """A tp rank holds the K and V heads of its neighbour."""
+    from megafour.model import attention
+
+    real = attention.qkv_pieces
+
+    def swapped(build, name, kind):
+        pieces = real(build, name, kind)
+        if not name.startswith("layers.1."):
+            return pieces
+        other = [replace(p, offset=(p.shape[0] - p.size[0] - p.offset[0], *p.offset[1:])) for p in pieces]
+        return [pieces[0], *other[1:]]
+
+    with mock.patch.object(attention, "qkv_pieces", swapped):
+        yield
+
+
+@contextmanager
+def layer_skipped():
+    """The first stage does not run its last layer."""
+    from megafour.model.decoder import Decoder
+
+    real = Decoder.hidden
+
+    def without_last(self, x, step, positions):
+        if not self.first:
+            return real(self, x, step, positions)
+        layers, self.layers = self.layers, torch.nn.ModuleDict(list(self.layers.items())[:-1])
+        try:
+            return real(self, x, step, positions)
+        finally:
+            self.layers = layers
+
+    with mock.patch.object(Decoder, "hidden", without_last):
+        yield
+
+
+@contextmanager
+def wrong_chunk_at_a_ring_step():
+    """From an earlier rank the second half of the keys is taken instead of the first."""
+    from megafour.parallel.context.ring import Ring
+
+    real = Ring.block
+
+    def wrong(self, step, length):
+        rows, keys, causal = real(self, step, length)
+        return (rows, slice(length // 2, length), causal) if keys.stop < length else (rows, keys, causal)
+
+    with mock.patch.object(Ring, "block", wrong):
+        yield
+
+
+def case(mesh: str):
+    config = config_from({
+        "model": {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 4},
+        "train": {"global_batch_size": 2, "grad_clip": 0}, "optimizer": {"name": "sgd", "lr": 1e-3}})
+    return user_cases(config, [parse_mesh(mesh)], 2)[0]
+
+
+EVERY = r".*"
+KV = r"layers\.1\.attention\.w[kv]\.weight"
+FAULTS = [    # fault, mesh, where the worst parameter is, which parameters must all be far off
+    (norm_sync_dropped, "tp2", r".*norm\.weight", r".*norm\.weight"),
+    (norm_sync_dropped, "dp2-pp2-tp2", r".*norm\.weight", r".*norm\.weight"),
+    (loss_scaled_by_cp, "cp2", EVERY, EVERY),
+    (label_lost_at_a_boundary, "cp2", EVERY, EVERY),
+    (kv_heads_swapped, "tp2", r"layers\.1\.attention.*", KV),
+    (layer_skipped, "pp2", r"layers\.1\..*", r"layers\.1\..*"),
+    (wrong_chunk_at_a_ring_step, "cp2", r"layers\.\d\.attention.*", r"layers\.\d\.attention\.w[qkvo]\.weight"),
+]
+
+
+@pytest.mark.parametrize(("fault", "mesh", "touched", "wrong"), FAULTS, ids=[f"{f[0].__name__}-{f[1]}" for f in FAULTS])
+def test_a_planted_fault_is_found(pool, fault, mesh, touched, wrong):
+    outcome = check(pool, case(mesh), 2, plant=fault)
+    assert outcome.error is None
+    assert not outcome.passed
+    assert outcome.gradient == max(outcome.gradients.values()) > 0.1
+    assert re.fullmatch(touched, outcome.worst_gradient), outcome.worst_gradient
+    assert all(x > 1e-3 for name, x in outcome.gradients.items() if re.fullmatch(wrong, name)), outcome.gradients
+
+
+@pytest.mark.parametrize("mesh", sorted({fault[1] for fault in FAULTS}))
+def test_the_same_mesh_without_a_fault_passes(pool, mesh):
+    outcome = check(pool, case(mesh), 2)
+    assert outcome.passed, outcome
+
+
+@contextmanager
+def raises_on_one_rank():
+    import torch.distributed as dist
+
+    if dist.get_rank() == 1:
+        raise KeyError("layers.3")
+    yield
+
+
+def test_an_error_on_a_rank_is_a_failed_row(pool):
+    outcome = check(pool, case("dp2"), 2, plant=raises_on_one_rank)
+    assert not outcome.passed
+    assert outcome.error is not None and outcome.error.startswith("rank 1: KeyError: 'layers.3'")
