@@ -7,14 +7,14 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from megafour.kernels.attention import Dropped
+from megafour.kernels.attention import Dropped, matmul_dtype
 
 QUERY_BLOCK = 256
 """Queries a block holds: its causal keys end with it, so that the masked half is skipped but for the diagonal tile."""
 
 
 class PlainAttention:
-    """Blockwise matmul and softmax; scores are fp32 (fp64 in fp64 runs). Deterministic.
+    """Blockwise matmul and softmax; softmax and sums in fp32 (fp64 in fp64 runs). Bitwise deterministic.
 
     The query heads of one K/V head are stacked along the queries, so that K and V are never repeated.
     """
@@ -22,45 +22,48 @@ class PlainAttention:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float,
                 dropped: Dropped | None = None) -> tuple[Tensor, Tensor]:
         """As `AttentionBackend.forward`."""
-        kv_heads = k.shape[2]
-        k, v = k.transpose(1, 2), v.transpose(1, 2)
+        (b, n, heads, _), kv_heads = q.shape, k.shape[2]
+        dtype = matmul_dtype(q)
+        k, v = (x.transpose(1, 2).to(dtype) for x in (k, v))
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=_wide(q.dtype), device=q.device)
-        for a, b, end in _blocks(q.shape[1], k.shape[2], causal):
-            scores = _scores(_stack(q[:, a:b], kv_heads), k[:, :, :end], scale, b - a, causal)
-            part = scores.logsumexp(-1, keepdim=True)
-            weights = scores.sub_(part).exp_()
+        lse = torch.empty(b, heads, n, dtype=_wide(q.dtype), device=q.device)
+        for first, last, end in _blocks(n, k.shape[2], causal):
+            scores = _scores(_stack(q[:, first:last], kv_heads, dtype), k[:, :, :end], scale, last - first, causal)
+            # log_softmax is one fused pass, and any visible key gives its row's log-sum-exp: the first one always is.
+            log_weights = torch.log_softmax(scores, -1)
+            lse[:, :, first:last] = (scores[..., 0] - log_weights[..., 0]).view(b, heads, -1)
+            weights = log_weights.exp_()
             if dropped is not None:
-                weights.mul_(_keep(dropped, slice(a, b), end, weights.shape, q.shape[2]))
-            out[:, a:b] = _unstack(weights.to(q.dtype) @ v[:, :, :end], b - a)
-            lse[:, :, a:b] = part.view(q.shape[0], q.shape[2], b - a)
+                weights.mul_(_keep(dropped, slice(first, last), end, weights))
+            out[:, first:last] = _unstack(weights.to(dtype) @ v[:, :, :end], last - first)
         return out, lse
 
     def backward(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool,
                  scale: float, dropped: Dropped | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """As `AttentionBackend.backward` (Dao 2023, algorithm 2, one key block)."""
-        kv_heads, heads = k.shape[2], q.shape[2]
-        k, v = k.transpose(1, 2), v.transpose(1, 2)
+        """As `AttentionBackend.backward` (Dao 2023, algorithm 2, one key block). dk and dv are summed in fp32."""
+        kv_heads, dtype, wide = k.shape[2], matmul_dtype(q), _wide(q.dtype)
+        k, v = (x.transpose(1, 2).to(dtype) for x in (k, v))
         dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        dk = torch.zeros(k.shape, dtype=_wide(q.dtype), device=q.device)
+        dk = torch.zeros(k.shape, dtype=wide, device=q.device)
         dv = torch.zeros_like(dk)
-        for a, b, end in _blocks(q.shape[1], k.shape[2], causal):
-            q_block, g_block = _stack(q[:, a:b], kv_heads), _stack(grad[:, a:b], kv_heads)
-            weights = _scores(q_block, k[:, :, :end], scale, b - a, causal)
-            weights.sub_(lse[:, :, a:b].reshape(*weights.shape[:-1], 1)).exp_()
-            d_weights = (g_block @ v[:, :, :end].transpose(-1, -2)).to(weights.dtype)
+        for first, last, end in _blocks(q.shape[1], k.shape[2], causal):
+            q_block, g_block, out_block = (_stack(x[:, first:last], kv_heads, dtype) for x in (q, grad, out))
+            weights = _scores(q_block, k[:, :, :end], scale, last - first, causal)
+            weights.sub_(lse[:, :, first:last].reshape(*weights.shape[:-1], 1)).exp_()
+            d_weights = (g_block @ v[:, :, :end].mT).to(wide)
             # sum over keys of weight · d_weight, dropout included, without another pass over the keys
-            delta = (g_block.to(weights.dtype) * _stack(out[:, a:b], kv_heads)).sum(-1, keepdim=True)
+            delta = torch.mul(g_block.to(wide), out_block).sum(-1, keepdim=True)
             kept = weights
             if dropped is not None:
-                keep = _keep(dropped, slice(a, b), end, weights.shape, heads)
+                keep = _keep(dropped, slice(first, last), end, weights)
                 kept = weights * keep
                 d_weights.mul_(keep)
-            dv[:, :, :end] += kept.to(q.dtype).transpose(-1, -2) @ g_block
-            d_scores = d_weights.sub_(delta).mul_(weights).mul_(scale).to(q.dtype)
-            dq[:, a:b] = _unstack(d_scores @ k[:, :, :end], b - a)
-            dk[:, :, :end] += d_scores.transpose(-1, -2) @ q_block
-        return dq, dk.transpose(1, 2).to(q.dtype), dv.transpose(1, 2).to(q.dtype)
+            dv[:, :, :end] += kept.to(dtype).mT @ g_block
+            d_scores = d_weights.sub_(delta).mul_(weights).to(dtype)
+            # the scale goes onto the products: they are head_dim wide, the scores as wide as the keys
+            dq[:, first:last] = _unstack((d_scores @ k[:, :, :end]).mul_(scale), last - first)
+            dk[:, :, :end] += d_scores.mT @ q_block
+        return dq, dk.mul_(scale).transpose(1, 2).to(q.dtype), dv.transpose(1, 2).to(q.dtype)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -69,15 +72,15 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 def _blocks(queries: int, keys: int, causal: bool) -> Iterator[tuple[int, int, int]]:
     """(first query, end of queries, end of the keys they see)."""
-    for a in range(0, queries, QUERY_BLOCK):
-        b = min(a + QUERY_BLOCK, queries)
-        yield a, b, b if causal else keys
+    for first in range(0, queries, QUERY_BLOCK):
+        last = min(first + QUERY_BLOCK, queries)
+        yield first, last, last if causal else keys
 
 
-def _stack(x: Tensor, kv_heads: int) -> Tensor:
+def _stack(x: Tensor, kv_heads: int, dtype: torch.dtype) -> Tensor:
     """`[b, n, heads, d]` -> `[b, kv_heads, group·n, d]`."""
-    b, n, heads, d = x.shape
-    return x.view(b, n, kv_heads, heads // kv_heads, d).permute(0, 2, 3, 1, 4).reshape(b, kv_heads, -1, d)
+    b, _, _, d = x.shape
+    return x.unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4).reshape(b, kv_heads, -1, d).to(dtype)
 
 
 def _unstack(x: Tensor, n: int) -> Tensor:
@@ -88,7 +91,7 @@ def _unstack(x: Tensor, n: int) -> Tensor:
 
 def _scores(q: Tensor, k: Tensor, scale: float, n: int, causal: bool) -> Tensor:
     """Scaled scores `[b, kv_heads, group·n, keys]`; causal masks the last n keys, the diagonal tile."""
-    scores = (q @ k.transpose(-1, -2)).to(_wide(q.dtype)).mul_(scale)
+    scores = (q @ k.mT).to(_wide(q.dtype)).mul_(scale)
     if causal:
         future = torch.ones(n, n, dtype=torch.bool, device=q.device).triu_(1)
         tile = scores.view(*scores.shape[:2], -1, n, scores.shape[-1])[..., -n:]
@@ -96,7 +99,9 @@ def _scores(q: Tensor, k: Tensor, scale: float, n: int, causal: bool) -> Tensor:
     return scores
 
 
-def _keep(dropped: Dropped, queries: slice, end: int, shape: torch.Size, heads: int) -> Tensor:
-    """Factor 0 or 1/(1-p) on every weight, in the stacked shape."""
-    bits = dropped.bits.keep(slice(0, heads), dropped.q_pos[queries], dropped.k_pos[:end])
-    return bits.reshape(shape).to(torch.float64) / (1.0 - dropped.bits.p)
+def _keep(dropped: Dropped, queries: slice, end: int, like: Tensor) -> Tensor:
+    """Factor 0 or 1/(1-p) on every weight, in `like`'s stacked shape and dtype."""
+    q_pos, k_pos = (x.to(like.device) for x in (dropped.q_pos[queries], dropped.k_pos[:end]))
+    heads = like.shape[1] * like.shape[2] // len(q_pos)
+    bits = dropped.bits.keep(slice(0, heads), q_pos, k_pos)
+    return bits.reshape(like.shape).to(like.dtype).div_(1.0 - dropped.bits.p)

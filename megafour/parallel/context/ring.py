@@ -1,4 +1,4 @@
-"""Zigzag ring attention: K and V travel round the ring a hop ahead of the compute, their gradients follow."""
+"""Ring attention: K and V travel round the ring a hop ahead of the compute, their gradients follow."""
 
 from __future__ import annotations
 
@@ -18,19 +18,24 @@ from megafour.parallel.context.merge import merge_
 
 @dataclass(frozen=True)
 class Ring:
-    """What every step of the ring needs to know (Liu et al. 2023, "Ring Attention"; zigzag: Zhu 2024)."""
+    """What every step of the ring needs to know (Liu et al. 2023, "Ring Attention")."""
 
     layout: Layout
     group: Group
     backend: AttentionBackend
 
-    def block(self, step: int, length: int) -> tuple[slice, slice, bool]:
-        """(rows of the local queries, rows of the arriving keys, causal) at `step`, when K/V of rank r-step are here.
+    def source(self, step: int) -> int:
+        """Whose K/V are here at `step`."""
+        return (self.group.rank - step) % self.group.size
 
-        Own K/V: causal on the whole local pair. From an earlier rank: every local query comes after its first chunk
-        and before its second. From a later rank: only the second local chunk comes after both of its chunks.
+    def block(self, step: int, length: int) -> tuple[slice, slice, bool]:
+        """(rows of the local queries, rows of the arriving keys, causal) at `step`; the zigzag of Zhu 2024.
+
+        Own K/V: causal on the whole local pair, since both are in global order. From an earlier rank: every local query
+        comes after its first chunk and before its second. From a later rank: only the second local chunk comes after
+        both of its chunks.
         """
-        half, source = length // 2, (self.group.rank - step) % self.group.size
+        half, source = length // 2, self.source(step)
         if source == self.group.rank:
             return slice(0, length), slice(0, length), True
         if source < self.group.rank:
@@ -38,11 +43,11 @@ class Ring:
         return slice(half, length), slice(0, length), False
 
     def dropped(self, bits: DropoutBits | None, step: int, rows: slice, keys: slice) -> Dropped | None:
-        """The dropout of the block at `step`."""
+        """The dropout of the block at `step`, by global positions."""
         if bits is None:
             return None
-        source = (self.group.rank - step) % self.group.size
-        return Dropped(bits, self.layout.positions(self.group.rank)[rows], self.layout.positions(source)[keys])
+        here, there = self.layout.positions(self.group.rank), self.layout.positions(self.source(step))
+        return Dropped(bits, here[rows], there[keys])
 
     def hop(self, sent: Tensor, received: Tensor) -> Pending:
         """Send to the next rank while receiving from the one before."""
@@ -62,29 +67,39 @@ class Ring:
 
 
 class _RingAttention(torch.autograd.Function):
+    """Two or more ranks. K and V are kept packed, as they travel: one tensor, one transfer a hop."""
+
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: Ring, scale: float,
                 bits: DropoutBits | None) -> Tensor:
-        length = q.shape[1]
-        if ring.group.size == 1:
-            out, lse = ring.backend.forward(q, k, v, causal=True, scale=scale,
-                                            dropped=ring.dropped(bits, 0, slice(0, length), slice(0, length)))
-        else:
-            out, lse = _forward(q, torch.stack([k, v]), ring, scale, bits)
-        ctx.save_for_backward(q, k, v, out, lse)
+        kv = torch.stack([k, v])
+        out, lse = _forward(q, kv, ring, scale, bits)
+        ctx.save_for_backward(q, kv, out, lse)
         ctx.ring, ctx.scale, ctx.bits = ring, scale, bits
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
-        ring, scale, bits = ctx.ring, ctx.scale, ctx.bits
-        if ring.group.size == 1:
-            whole = slice(0, q.shape[1])
-            grads = ring.backend.backward(grad, q, k, v, out, lse, causal=True, scale=scale,
-                                          dropped=ring.dropped(bits, 0, whole, whole))
-        else:
-            grads = _backward(grad, q, torch.stack([k, v]), out, lse, ring, scale, bits)
+        q, kv, out, lse = ctx.saved_tensors
+        return *_backward(grad, q, kv, out, lse, ctx.ring, ctx.scale, ctx.bits), None, None, None
+
+
+class _LocalAttention(torch.autograd.Function):
+    """One rank: the kernel, and nothing else."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: Ring, scale: float,
+                bits: DropoutBits | None) -> Tensor:
+        whole = slice(0, q.shape[1])
+        dropped = ring.dropped(bits, 0, whole, whole)
+        out, lse = ring.backend.forward(q, k, v, causal=True, scale=scale, dropped=dropped)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.backend, ctx.scale, ctx.dropped = ring.backend, scale, dropped
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        grads = ctx.backend.backward(grad, *ctx.saved_tensors, causal=True, scale=ctx.scale, dropped=ctx.dropped)
         return *grads, None, None, None
 
 
@@ -95,7 +110,7 @@ def _forward(q: Tensor, kv: Tensor, ring: Ring, scale: float, bits: DropoutBits 
         rows, keys, causal = ring.block(step, q.shape[1])
         part, part_lse = ring.backend.forward(q[:, rows], k[:, keys], v[:, keys], causal=causal, scale=scale,
                                               dropped=ring.dropped(bits, step, rows, keys))
-        if step == 0:
+        if step == 0:    # every row sees its own key, so this fills the accumulators
             out, lse = part.to(part_lse.dtype), part_lse
         else:
             merge_(out[:, rows], lse[:, :, rows], part.to(out.dtype), part_lse)
@@ -108,23 +123,24 @@ def _backward(grad: Tensor, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor, rin
     wide = lse.dtype
     dq = torch.zeros(q.shape, dtype=wide, device=q.device)
     dkv = torch.zeros(kv.shape, dtype=wide, device=kv.device)
-    spare = torch.empty_like(dkv)
+    arriving = torch.empty_like(dkv)
     pending: Pending | None = None
     for step, (k, v) in ring.travelling(kv):
         rows, keys, causal = ring.block(step, q.shape[1])
         part_q, part_k, part_v = ring.backend.backward(
-            grad[:, rows], q[:, rows], k[:, keys], v[:, keys], out[:, rows], lse[:, :, rows].contiguous(),
-            causal=causal, scale=scale, dropped=ring.dropped(bits, step, rows, keys))
+            grad[:, rows], q[:, rows], k[:, keys], v[:, keys], out[:, rows],
+            lse[:, :, rows].contiguous(), causal=causal, scale=scale,
+            dropped=ring.dropped(bits, step, rows, keys))
         dq[:, rows] += part_q
         if pending is not None:
             pending.wait()
-            dkv, spare = spare, dkv
+            dkv, arriving = arriving, dkv
         dkv[0][:, keys] += part_k
         dkv[1][:, keys] += part_v
-        pending = ring.hop(dkv, spare)
+        pending = ring.hop(dkv, arriving)
     assert pending is not None
     pending.wait()
-    return dq.to(q.dtype), spare[0].to(q.dtype), spare[1].to(q.dtype)
+    return dq.to(q.dtype), arriving[0].to(q.dtype), arriving[1].to(q.dtype)
 
 
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, *, ring: Ring, scale: float,
@@ -133,4 +149,5 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, *, ring: Ring, scale: float,
 
     Returns `[b, s_local, heads, d]`. A group of one calls the kernel and moves nothing.
     """
-    return _RingAttention.apply(q, k, v, ring, scale, dropout)
+    function = _RingAttention if ring.group.size > 1 else _LocalAttention
+    return function.apply(q, k, v, ring, scale, dropout)
