@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -33,7 +34,7 @@ STEP_TIMEOUT = timedelta(minutes=10)
 
 @dataclass(frozen=True)
 class Launch:
-    """Who this process is, as its launcher says. torchrun's variables win over SLURM's; neither means a world of one."""
+    """Who this process is. torchrun's variables win over SLURM's; neither means a world of one."""
 
     rank: int = 0
     world: int = 1
@@ -143,15 +144,25 @@ class Mesh:
 
     @classmethod
     def build(cls, *, dp: int = 1, pp: int = 1, tp: int = 1, cp: int = 1, ulysses: int = 1, order: str = "auto",
-              device: torch.device | None = None, ledger: Ledger | None = None) -> Mesh:
+              device: torch.device | None = None, ledger: Ledger | None = None, rank: int | None = None) -> Mesh:
         """Build the grid over the default process group (a world of one needs none).
 
+        Args:
+            dp, pp, tp, cp: degrees of the axes; ulysses divides cp.
+            order: a name of ORDERS, or the axes joined by `-`, fastest first.
+            device: where this rank computes.
+            ledger: counts the traffic of every group; None counts nothing.
+            rank: build the grid as this rank would see it, of any size and without process groups: for plans and
+                shapes, nothing can be sent over it.
         Raises:
             ValueError: if dp·pp·tp·cp is not the world's size, or the order is no permutation of the axes.
         """
         device = device or torch.device("cpu")
         sizes = {"tp": tp, "ulysses": ulysses, "ring": cp // ulysses, "dp": dp, "pp": pp}
-        rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        imagined = rank is not None
+        here, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        if rank is not None:
+            here, world = rank, dp * pp * tp * cp
         axes = ORDERS.get(order) or tuple(order.split("-"))
         if sorted(axes) != sorted(AXES):
             raise ValueError(f"parallel.order={order}: not a permutation of {'-'.join(AXES)}")
@@ -159,17 +170,20 @@ class Mesh:
             raise ValueError(f"world {world} is not dp {dp} × pp {pp} × tp {tp} × cp {cp} = {dp * pp * tp * cp}")
         slow_first = axes[::-1]
         grid = torch.arange(world).view([sizes[a] for a in slow_first])
-        where = (grid == rank).nonzero()[0].tolist()
-        coords = dict(zip(slow_first, where, strict=True))
-        groups, device_mesh = _make_groups(grid, slow_first, rank, device, ledger)
-        return cls(sizes, coords, rank, device, groups, ledger, device_mesh)
+        coords = dict(zip(slow_first, (grid == here).nonzero()[0].tolist(), strict=True))
+        groups, device_mesh = _make_groups(grid, slow_first, here, device, ledger, imagined)
+        return cls(sizes, coords, here, device, groups, ledger, device_mesh)
 
     def kv_replicas(self, num_kv_heads: int) -> Group:
         """The tp ranks that hold the same K/V heads (tp > K/V heads); a group of one elsewhere."""
         tp = self.group("tp")
         width = tp.size // num_kv_heads if tp.size > num_kv_heads else 1
         first = tp.rank // width * width
-        return _new_group("kv", [tp.ranks[first:first + width]], self.rank, self.ledger, {tp.ranks: tp.pg})
+        ranks = tp.ranks[first:first + width]
+        known: dict[tuple[int, ...], dist.ProcessGroup | None] = {tp.ranks: tp.pg}
+        if tp.pg is None:
+            known[ranks] = None
+        return _new_group("kv", [ranks], self.rank, self.ledger, known)
 
     def shorten_timeout(self, timeout: timedelta = STEP_TIMEOUT) -> None:
         """From the long timeout of start-up to the shorter one of steady steps, on every group."""
@@ -179,12 +193,12 @@ class Mesh:
 
 
 def _make_groups(grid: torch.Tensor, dims: tuple[str, ...], rank: int, device: torch.device,
-                 ledger: Ledger | None) -> tuple[dict[str, Group], DeviceMesh | None]:
+                 ledger: Ledger | None, imagined: bool) -> tuple[dict[str, Group], DeviceMesh | None]:
     """Every named group that `rank` is in. Groups of the same ranks share one process group."""
     world = tuple(range(grid.numel()))
-    known: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+    known: dict[tuple[int, ...], dist.ProcessGroup | None] = defaultdict(lambda: None) if imagined else {}
     device_mesh = None
-    if len(world) > 1:
+    if len(world) > 1 and not imagined:
         known[world] = dist.group.WORLD
         large = [d for d in dims if grid.shape[dims.index(d)] > 1]
         device_mesh = DeviceMesh(device.type, grid.squeeze(), mesh_dim_names=tuple(large))
@@ -203,7 +217,7 @@ def _make_groups(grid: torch.Tensor, dims: tuple[str, ...], rank: int, device: t
 
 def _slices(grid: torch.Tensor, dims: tuple[str, ...], axes: Iterable[str]) -> list[tuple[int, ...]]:
     """The rank lists that differ only along `axes`, slowest of them first."""
-    inside = sorted((dims.index(a) for a in axes))
+    inside = sorted(dims.index(a) for a in axes)
     outside = [i for i in range(grid.dim()) if i not in inside]
     width = 1
     for i in inside:
@@ -217,7 +231,7 @@ def _new_group(name: str, candidates: list[tuple[int, ...]], rank: int, ledger: 
     ranks = next((c for c in candidates if rank in c), None)
     if ranks is None or len(ranks) == 1:
         return Group(name, ranks=(rank,), rank=0, ledger=ledger)
-    if ranks not in known:
+    if ranks not in known and not isinstance(known, defaultdict):
         # Only members call, so ranks outside need not know of the group and nobody waits for the whole world.
         known[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
     return Group(name, ranks, ranks.index(rank), known[ranks], ledger)

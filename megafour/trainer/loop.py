@@ -87,7 +87,7 @@ class Run:
     # --- the loop -----------------------------------------------------------------------------------------------
 
     def train(self) -> str:
-        """Train to train.steps; returns `finished`, or `preempted` when a stop was asked for. The last step is saved."""
+        """Train to train.steps and save the last step; returns `finished`, or `preempted` when asked to stop."""
         cfg, progress = self.config, self.progress
         steps = iter(self.loader(self.datasets.train, progress.consumed_samples, cfg.data.workers))
         total = int(cfg.train.steps or 0)

@@ -21,7 +21,7 @@ from megafour.data.dataset import Datasets, build_datasets
 from megafour.data.description import tokenizer_info
 from megafour.data.errors import DataError
 from megafour.data.tokenizer import Tokenizer, TokenizerInfo, load_tokenizer
-from megafour.mesh import Launch, start_distributed, stop_distributed
+from megafour.mesh import Launch, Mesh, start_distributed, stop_distributed
 from megafour.trainer.logs import RankLog
 from megafour.trainer.loop import Run, TrainingError
 from megafour.trainer.memory import keep_heap
@@ -70,7 +70,7 @@ def run(path: str | None, overrides: list[str]) -> int:
         return refuse(error, launch, 2)
     except DataError as error:
         return refuse(error, launch, 1)
-    return train(config, launch, tokenizer, datasets)
+    return train(config, launch, tokenizer, datasets) or 0
 
 
 def open_tokenizer(config: Config) -> tuple[Tokenizer | None, TokenizerInfo]:
@@ -85,9 +85,8 @@ def open_tokenizer(config: Config) -> tuple[Tokenizer | None, TokenizerInfo]:
 def vocabulary(config: Config, info: TokenizerInfo) -> int:
     """The model's vocabulary: the tokenizer's, unless the config asks for more."""
     wanted = config.model.vocab_size
-    if wanted == "auto":
+    if not isinstance(wanted, int):
         return info.vocab_size
-    assert isinstance(wanted, int)
     if info.hash and wanted < info.vocab_size:
         raise ConfigError(f"model.vocab_size={wanted} is less than the tokenizer's {info.vocab_size} token ids; "
                           f"set model.vocab_size=auto")
@@ -101,11 +100,17 @@ def train(config: Config, launch: Launch, tokenizer: Tokenizer | None, datasets:
     if device.type == "cpu":
         keep_heap()
     start_distributed(launch, device)
-    mesh = build_mesh(config, device)
+    code = train_on(build_mesh(config, device), config, launch, tokenizer, datasets)
+    stop_distributed()
+    return code
+
+
+def train_on(mesh: Mesh, config: Config, launch: Launch, tokenizer: Tokenizer | None, datasets: Datasets) -> int:
+    """Train on a mesh that is there already; returns the exit code."""
+    device = mesh.device
     try:
         folder = open_run_folder(config, mesh.group("world").pg)
     except CheckpointError as error:
-        stop_distributed()
         return refuse(error, launch, 1)
     log = RankLog(folder.logs, mesh.rank, where=mesh.describe())
     training: Run | None = None
@@ -115,19 +120,18 @@ def train(config: Config, launch: Launch, tokenizer: Tokenizer | None, datasets:
                            log=log, stop_asked=stop.asked, peak_tflops=peak_tflops(config, device))
             outcome = _start_and_train(training, folder)
             folder.status(outcome, training.progress.step, stop.reason if outcome == "preempted" else None)
-        folder.close()
     except (CheckpointError, DataError, TrainingError) as error:
         folder.fail(training.progress.step if training else 0, str(error))
         log.note(f"error: {error}")
-        log.close()
         return refuse(error, launch, 1)
     except Exception as error:
         step = training.progress.step if training else 0
         folder.fail(step, f"{mesh.describe()}: {type(error).__name__}: {error}")
         log.alarm(f"failed in step {step + 1}\n{traceback.format_exc()}")
         raise
-    log.close()
-    stop_distributed()
+    finally:
+        folder.close()
+        log.close()
     return 0
 
 

@@ -1,0 +1,174 @@
+"""Whole runs: killed and resumed on other meshes, one line a step, skipped steps, recompute, evaluation."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megafour.trainer import loop
+from tests import training
+from tests.training import losses, metrics, settings, write_corpus
+
+FULL = {"dp": 2, "pp": 2, "tp": 2, "cp": 2}
+
+
+def world(parallel: dict[str, Any]) -> int:
+    return math.prod(parallel.get(axis, 1) for axis in ("dp", "pp", "tp", "cp"))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_corpus(tmp_path / "corpus")
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(pool, tmp_path_factory) -> dict[int, float]:
+    """Losses of 12 steps of one process in fp64."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    write_corpus(folder / "corpus")
+    assert pool.run(training.train, 1, settings(folder, {"dp": 1})) == [0]
+    return losses(folder)
+
+
+@pytest.mark.parametrize(("first", "second"), [
+    ({"dp": 1}, FULL), (FULL, {"dp": 1}), ({"tp": 2, "pp": 2}, {"dp": 2, "zero_stage": 1}),
+    ({"dp": 2, "zero_stage": 1, "cp": 2}, {"tp": 4}), ({"pp": 4}, {"cp": 4}),
+    ({"dp": 4, "zero_stage": 1}, {"dp": 2, "zero_stage": 0})])
+def test_resumes_on_another_mesh(pool, folder, uninterrupted, first, second) -> None:
+    """Killed after step 7 (saved) of 12: the rest equals the uninterrupted run, and no step is lost or doubled."""
+    assert set(pool.run(training.train, world(first), settings(folder, first), 8)) == {-9}
+    assert set(pool.run(training.train, world(second), settings(folder, second, train={"micro_batch_size": 2}))) == {0}
+    got = losses(folder)
+    assert [line["step"] for line in metrics(folder)] == list(range(1, 13))
+    for step, loss in uninterrupted.items():
+        assert abs(got[step] - loss) <= 1e-9 * loss, step
+
+
+@pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16", "fp16"])
+def test_resumes_bit_equal_on_the_same_mesh(pool, tmp_path, precision) -> None:
+    mesh, runs = {"dp": 2, "tp": 2, "zero_stage": 1}, []
+    for name, kills in (("whole", [None]), ("killed", [9, None])):
+        place = tmp_path / name
+        place.mkdir()
+        write_corpus(place / "corpus")
+        for die_after in kills:
+            pool.run(training.train, 4, settings(place, mesh, train={"precision": precision}), die_after)
+        runs.append([(line["loss"], line["grad_norm"], line["skipped_steps"]) for line in metrics(place)])
+    assert len(runs[0]) == 12 and runs[0] == runs[1]
+
+
+@pytest.mark.parametrize("parallel", [{"dp": 1}, {"pp": 2}, {"tp": 2, "cp": 2}, {"dp": 2, "pp": 2, "tp": 2}])
+def test_one_true_line_a_step(pool, folder, uninterrupted, parallel) -> None:
+    """E5: one line a step, with the global loss, and tokens = step · batch · seq."""
+    pool.run(training.train, world(parallel), settings(folder, parallel))
+    lines = metrics(folder)
+    assert [line["step"] for line in lines] == list(range(1, 13))
+    assert all(line["consumed_tokens"] == line["step"] * 8 * 16 for line in lines)
+    assert all(abs(line["loss"] - uninterrupted[line["step"]]) <= 1e-9 * line["loss"] for line in lines)
+
+
+def poisoned(rank: int, size: int, values: dict[str, Any], value: float, steps: list[int]) -> list[Any]:
+    """Train with a gradient of `value` on the last rank at `steps`; the weights' checksum before and after each step."""
+    original, seen = loop.train_step, []
+
+    def checksum(state: Any) -> list[float]:
+        flat = [t for _, _, t in state.optimizer.flat_states()] + [b.weights for b in state.buckets.buckets]
+        return [float(t.double().sum()) for t in flat] + [state.optimizer.updates]
+
+    def step_with_poison(state: Any, batches: Any, step: int, *rest: Any) -> Any:
+        hook = None
+        if rank == size - 1 and step + 1 in steps:
+            param = next(p for p in state.stage.parameters() if p.dim() == 1)
+            hook = param.register_hook(lambda grad: torch.full_like(grad, value))
+        before = checksum(state)
+        result = original(state, batches, step, *rest)
+        if hook is not None:
+            hook.remove()
+        seen.append((step + 1, result.applied, before == checksum(state)))
+        return result
+
+    loop.train_step = step_with_poison
+    try:
+        return [training.train(rank, size, values), seen]
+    finally:
+        loop.train_step = original
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_bad_gradient_on_one_rank_skips_the_step_everywhere(pool, folder, value) -> None:
+    """E3: weights, moments and counter untouched on all ranks, counted once, data moves on."""
+    values = settings(folder, {"dp": 2, "pp": 2}, train={"steps": 4})
+    results = pool.run(poisoned, 4, values, value, [3])
+    for code, seen in results:
+        assert code == 0
+        assert [(applied, unchanged) for _, applied, unchanged in seen] == [
+            (True, False), (True, False), (False, True), (True, False)]
+    lines = metrics(folder)
+    assert [line["skipped_steps"] for line in lines] == [0, 0, 1, 1]
+    assert lines[2]["grad_norm"] is None and math.isfinite(lines[3]["loss"])
+    assert lines[3]["consumed_samples"] == 32
+    log = (folder / "run" / "logs" / "rank-0.log").read_text()
+    assert "step 3 skipped" in log
+
+
+def test_stops_after_too_many_skipped_steps(pool, folder) -> None:
+    values = settings(folder, {"dp": 2}, train={"max_skipped_steps": 3})
+    assert [code for code, _ in pool.run(poisoned, 2, values, math.nan, list(range(2, 13)))] == [1, 1]
+    assert len(metrics(folder)) in (3, 4)
+
+
+@pytest.mark.parametrize("parallel", [{"dp": 1}, {"tp": 2}, {"pp": 2}])
+def test_recompute_changes_no_bit(pool, tmp_path, parallel) -> None:
+    """F2: with dropout on, ten losses are bit-equal whatever is recomputed."""
+    seen = []
+    for recompute in ("none", "selective", "full"):
+        place = tmp_path / recompute
+        place.mkdir()
+        write_corpus(place / "corpus")
+        values = settings(place, {**parallel, "pipeline": {"partition": [2, 2]}} if "pp" in parallel else parallel,
+                          model={"hidden_dropout": 0.3, "attention_dropout": 0.3},
+                          train={"steps": 10, "recompute": recompute, "precision": "fp32"})
+        pool.run(training.train, world(parallel), values)
+        seen.append([(line["loss"], line["grad_norm"]) for line in metrics(place)])
+    assert len(seen[0]) == 10 and seen[0] == seen[1] == seen[2]
+
+
+@pytest.mark.parametrize("parallel", [{"dp": 1}, {"dp": 2, "pp": 2, "tp": 2}, {"cp": 2}])
+def test_evaluation_changes_nothing(pool, tmp_path, parallel) -> None:
+    """Training losses are bit-equal with and without it; the validation loss is the same on every mesh."""
+    runs = []
+    for every in (0, 3):
+        place = tmp_path / str(every)
+        place.mkdir()
+        write_corpus(place / "corpus")
+        write_corpus(place / "valid", documents=3, seed=1)
+        valid = {"valid": {"held": [{"path": str(place / "valid")}]}}
+        pool.run(training.train, world(parallel), settings(
+            place, parallel, data=valid, eval={"every": every}, model={"hidden_dropout": 0.1},
+            optimizer={"name": "sgd", "lr": 1e-3}))
+        runs.append(metrics(place))
+    plain, evaluated = runs
+    assert [line["loss"] for line in plain] == [line["loss"] for line in evaluated]
+    held = [line["valid_loss/held"] for line in evaluated if "valid_loss/held" in line]
+    assert len(held) == 4 and all(abs(loss - math.log(64)) < 0.2 for loss in held)
+
+
+def test_the_first_adam_update_is_a_whole_one() -> None:
+    """B6: w=1, g=0.5, lr=0.1, no decay -> 0.9 after one step (a dummy step before would give 0.9265)."""
+    from megafour.comm.group import solo
+    from megafour.config.schema import OptimizerConfig
+    from megafour.optim.optimizer import ShardedOptimizer
+    from megafour.parallel.data.buckets import GradientBuckets
+    from megafour.parallel.pieces import Piece, set_pieces
+
+    param = set_pieces(torch.nn.Parameter(torch.ones(1)), [Piece("w", (1,), (0,), (1,))])
+    buckets = GradientBuckets([param], solo("dp_cp"), zero_stage=1, accumulate=torch.float32)
+    optimizer = ShardedOptimizer(OptimizerConfig(weight_decay=0.0), buckets)
+    param.main_grad.fill_(0.5)
+    optimizer.step(0.1, 1.0)
+    assert float(param.detach()) == pytest.approx(0.9, abs=1e-6)
