@@ -1,0 +1,87 @@
+"""The nine primitives against plain arithmetic, the ledger's convention, and the autograd pairs' adjointness."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megafour.comm import primitives, regions
+from megafour.comm.group import solo
+from megafour.comm.ledger import Ledger
+from megafour.mesh import Mesh
+
+
+def everything(rank: int, world: int) -> dict:
+    """Each primitive once on `[world, 6]` doubles: results and ledger."""
+    ledger = Ledger()
+    group = Mesh.build(tp=world, ledger=ledger).group("tp")
+    x = torch.arange(world * 6, dtype=torch.float64).view(world, 6) + 100 * rank
+    out = {
+        "all_reduce": primitives.all_reduce(x.clone(), group),
+        "max": primitives.all_reduce(x.clone(), group, op="max", async_op=True).wait(),
+        "all_gather": primitives.all_gather(x, group, dim=1),
+        "reduce_scatter": primitives.reduce_scatter(x, group, dim=0),
+        "broadcast": primitives.broadcast(x.clone(), group, src=1),
+        "reduce": primitives.reduce(x.clone(), group, dst=1),
+        "scatter": primitives.scatter(x, group, src=1),
+        "gather": primitives.gather(x, group, dst=1),
+        "all_to_all": primitives.all_to_all(x, group, split_dim=0, concat_dim=1),
+        "send_recv": primitives.send_recv([(x, (rank + 1) % world)], [(torch.empty_like(x), (rank - 1) % world)],
+                                          group).wait()[0],
+    }
+    return {"out": {k: None if v is None else v.tolist() for k, v in out.items()}, "rows": ledger.rows()}
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_primitives_and_their_bytes(pool, world: int) -> None:
+    results = pool.run(everything, world)
+    xs = [torch.arange(world * 6, dtype=torch.float64).view(world, 6) + 100 * r for r in range(world)]
+    total, nbytes = sum(xs), world * 6 * 8
+    for rank, result in enumerate(results):
+        out = {k: None if v is None else torch.tensor(v, dtype=torch.float64) for k, v in result["out"].items()}
+        assert out["all_reduce"].equal(total) and out["max"].equal(xs[-1])
+        assert out["all_gather"].equal(torch.cat(xs, 1))
+        assert out["reduce_scatter"].equal(total[rank : rank + 1])
+        assert out["broadcast"].equal(xs[1]) and out["scatter"].equal(xs[1][rank : rank + 1])
+        assert out["all_to_all"].equal(torch.cat([x[rank : rank + 1] for x in xs], 1))
+        assert out["send_recv"].equal(xs[rank - 1])
+        assert out["gather"].equal(torch.cat(xs)) if rank == 1 else out["gather"] is None
+        assert rank != 1 or out["reduce"].equal(total)
+        counted = {primitive: count for _, primitive, _, _, count in result["rows"]}
+        n = world
+        assert counted["all_reduce"] == 2 * round(2 * (n - 1) / n * nbytes)  # two calls
+        assert counted["all_gather"] == (n - 1) * nbytes
+        assert counted["reduce_scatter"] == (n - 1) * nbytes // n
+        assert counted["all_to_all"] == nbytes * (n - 1) // n
+        assert counted["send_recv"] == nbytes
+        assert counted.get("broadcast") == ((n - 1) * nbytes if rank == 1 else None)
+        assert counted.get("gather") == (None if rank == 1 else nbytes)
+
+
+def adjoint(rank: int, world: int) -> list[float]:
+    """|<f(x), y> - <x, f*(y)>| over all ranks for each pair."""
+    group = Mesh.build(tp=world).group("tp")
+    pairs = [lambda x: regions.gather_from(x, group), lambda x: regions.reduce_scatter_to(x, group),
+             lambda x: regions.exchange(x, group, 0, 1)]
+    errors = []
+    for index, pair in enumerate(pairs):
+        x = torch.randn(4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(rank)).requires_grad_()
+        out = pair(x)
+        y = torch.randn(out.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(50 + rank + index))
+        out.backward(y)
+        sums = torch.stack([(out.detach() * y).sum(), (x.detach() * x.grad).sum()])
+        primitives.all_reduce(sums, group)
+        errors.append(abs(float(sums[0] - sums[1])))
+    return errors
+
+
+def test_regions_are_conjugate(pool) -> None:
+    for errors in pool.run(adjoint, 4):
+        assert max(errors) < 1e-10
+
+
+def test_a_group_of_one_moves_nothing() -> None:
+    x = torch.ones(3)
+    group = solo("tp")
+    assert primitives.all_reduce(x, group) is x and primitives.all_gather(x, group) is x
+    assert primitives.reduce_scatter(x, group, async_op=True).wait() is x and regions.copy_to(x, group) is x

@@ -1,0 +1,85 @@
+"""Layers of parallel/tensor against one process, and the chunked loss: its values, its padding, its memory (F4)."""
+
+from __future__ import annotations
+
+import resource
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megafour.mesh import Mesh
+from megafour.parallel.tensor.cross_entropy import head_loss
+from megafour.parallel.tensor.embedding import vocabulary_piece
+
+SEQ, BATCH, HIDDEN = 8, 2, 16
+
+
+def inputs(vocab: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x `[s, b, h]`, weight `[v, h]`, labels `[s, b]` with two that are not trained."""
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(SEQ, BATCH, HIDDEN, dtype=torch.float64, generator=g)
+    weight = torch.randn(vocab, HIDDEN, dtype=torch.float64, generator=g)
+    labels = torch.randint(vocab, (SEQ, BATCH), generator=g)
+    labels[2, 0] = labels[7, 1] = -100
+    return x, weight, labels
+
+
+def loss_on_mesh(rank: int, world: int, vocab: int, sp: bool) -> list:
+    """Loss and gradients of this rank's shard."""
+    group = Mesh.build(tp=world).group("tp")
+    x, weight, labels = inputs(vocab)
+    piece, rows = vocabulary_piece("head.weight", vocab, HIDDEN, group, 0.02)
+    first, valid = piece.offset[0], piece.size[0]
+    local = torch.full((rows, HIDDEN), 7.0, dtype=torch.float64)  # padding that would take probability if it could
+    local[:valid] = weight[first : first + valid]
+    local = torch.nn.Parameter(local)
+    x = (x.chunk(world)[rank] if sp else x).clone().requires_grad_()
+    loss, losses = head_loss(x, local, labels, torch.tensor(0.5, dtype=torch.float64), first=first, valid=valid,
+                             group=group, sequence_parallel=sp)
+    loss.backward()
+    return [float(loss.detach()), losses.tolist(), x.grad.tolist(), local.grad[:valid].tolist(),
+            float(local.grad[valid:].abs().sum())]
+
+
+@pytest.mark.parametrize("vocab", [64, 67, 9])
+@pytest.mark.parametrize(("world", "sp"), [(1, False), (2, True), (2, False), (4, True)])
+def test_loss_equals_plain_cross_entropy(pool, world: int, sp: bool, vocab: int) -> None:
+    """9 words over 4 ranks leave one rank with none."""
+    x, weight, labels = inputs(vocab)
+    x.requires_grad_(), weight.requires_grad_()
+    each = F.cross_entropy((x @ weight.t()).flatten(0, 1), labels.flatten(), reduction="none")
+    (each.sum() * 0.5).backward()
+    results = pool.run(loss_on_mesh, world, vocab, sp)
+    assert all(abs(r[0] - float(each.detach().sum()) * 0.5) < 1e-12 * abs(r[0]) for r in results)
+    assert all(torch.allclose(torch.tensor(r[1], dtype=torch.float64), each.detach(), rtol=1e-12, atol=0) for r in results)
+    grads = [torch.tensor(r[2], dtype=torch.float64) for r in results]
+    for grad in [torch.cat(grads)] if sp else grads:
+        assert torch.allclose(grad, x.grad, rtol=1e-10, atol=1e-14)
+    rows = [torch.tensor(r[3], dtype=torch.float64).view(-1, HIDDEN) for r in results]
+    assert torch.allclose(torch.cat(rows), weight.grad, rtol=1e-10, atol=1e-14)
+    assert all(r[4] == 0.0 for r in results)
+
+
+def growth(rank: int, world: int) -> list[float]:
+    """GiB of peak resident memory that the loss of F4 adds, and the loss."""
+    vocab, seq = 131072, 2048
+    group = Mesh.build(tp=world).group("tp")
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(seq, 1, 16, generator=g).requires_grad_()
+    weight = torch.randn(vocab, 16, generator=g)
+    labels = torch.randint(vocab, (seq, 1), generator=g)
+    piece, rows = vocabulary_piece("head.weight", vocab, 16, group, 0.02)
+    local = torch.nn.Parameter(weight[piece.offset[0] : piece.offset[0] + rows].clone())
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    loss, _ = head_loss(x, local, labels, torch.tensor(1 / seq), first=piece.offset[0], valid=rows, group=group,
+                        sequence_parallel=False)
+    loss.backward()
+    return [(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 2**20, float(loss.detach())]
+
+
+def test_loss_memory_is_bounded(pool) -> None:
+    """F4: full logits would be 1 GiB, forward and backward at least 2."""
+    (one,), two = pool.run(growth, 1), pool.run(growth, 2)
+    assert one[0] < 0.8 and all(r[0] < 0.8 for r in two)
+    assert all(abs(r[1] - one[1]) <= 1e-5 * one[1] for r in two)
