@@ -73,7 +73,7 @@ def test_one_true_line_a_step(pool, folder, uninterrupted, parallel) -> None:
 
 
 def poisoned(rank: int, size: int, values: dict[str, Any], value: float, steps: list[int]) -> list[Any]:
-    """Train with a gradient of `value` on the last rank at `steps`; the weights' checksum before and after each step."""
+    """Train with a gradient of `value` on the last rank at `steps`; per step: applied, and whether nothing changed."""
     original, seen = loop.train_step, []
 
     def checksum(state: Any) -> list[float]:

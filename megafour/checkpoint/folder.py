@@ -16,8 +16,7 @@ from typing import Any
 from torch.distributed import ProcessGroup
 
 from megafour.checkpoint.agreement import collect, first_does, share
-from megafour.checkpoint.errors import CheckpointError
-from megafour.checkpoint.metadata import check_files
+from megafour.checkpoint.errors import CheckpointError, listed
 
 STATE, MANIFEST = "state.json", "manifest.json"
 FORMAT = 1
@@ -77,6 +76,25 @@ def read_json(path: Path) -> Any:
 def read_state(path: Path) -> dict[str, Any]:
     """The JSON state that was saved with a checkpoint, `step` included."""
     return read_json(Path(path) / STATE)
+
+
+def check_files(path: Path, sizes: dict[str, int]) -> None:
+    """Check that each file is there with exactly its bytes.
+
+    Raises:
+        CheckpointError: naming each file that is missing, truncated or too long.
+    """
+    wrong = []
+    for name, size in sorted(sizes.items()):
+        try:
+            found = (path / name).stat().st_size
+        except FileNotFoundError:
+            wrong.append(f"{name} is missing")
+            continue
+        if found != size:
+            wrong.append(f"{name} has {found} bytes instead of {size}")
+    if wrong:
+        raise CheckpointError(f"{path} is damaged: {listed(wrong)}")
 
 
 def check_manifest(path: Path) -> None:

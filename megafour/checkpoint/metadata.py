@@ -12,7 +12,7 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, filesystem, metadata
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
-from megafour.checkpoint.errors import CheckpointError
+from megafour.checkpoint.errors import CheckpointError, listed
 
 INDEX = ".metadata"
 """The file that torch.distributed.checkpoint writes beside the shards."""
@@ -88,25 +88,6 @@ def file_sizes(index: Metadata) -> dict[str, int]:
     return sizes
 
 
-def check_files(path: Path, sizes: dict[str, int]) -> None:
-    """Check that each file is there with exactly its bytes.
-
-    Raises:
-        CheckpointError: naming each file that is missing, truncated or too long.
-    """
-    wrong = []
-    for name, size in sorted(sizes.items()):
-        try:
-            found = (path / name).stat().st_size
-        except FileNotFoundError:
-            wrong.append(f"{name} is missing")
-            continue
-        if found != size:
-            wrong.append(f"{name} has {found} bytes instead of {size}")
-    if wrong:
-        raise CheckpointError(f"{path} is damaged: {listed(wrong)}")
-
-
 def check_whole(path: Path, index: Metadata) -> None:
     """Check that every element of every tensor was written once (torch checks overlaps when it plans).
 
@@ -164,11 +145,6 @@ def compare(path: Path, index: Metadata, wanted: dict[str, Entry], only: tuple[s
         ("of another shape", shapes), ("of another type", types)) if names]
     if problems:
         raise CheckpointError(f"{path} does not fit this model; " + "; ".join(problems))
-
-
-def listed(items: list[str]) -> str:
-    """Items as one text, every one of them: a name that is left out cannot be looked for."""
-    return ", ".join(items)
 
 
 def shown(shape: tuple[int, ...], dtype: torch.dtype) -> str:

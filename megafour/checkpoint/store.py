@@ -23,6 +23,7 @@ from megafour.checkpoint.folder import (
     FORMAT,
     MANIFEST,
     STATE,
+    check_files,
     check_manifest,
     check_shared,
     find,
@@ -88,7 +89,7 @@ def _complete(aside: Path, final: Path, entries: dict[str, metadata.Entry], stat
     for name, source in extra_files.items():
         write_file(aside / name, source.read_bytes() if isinstance(source, Path) else source)
     index = metadata.read_index(aside)
-    metadata.check_files(aside, metadata.file_sizes(index))
+    check_files(aside, metadata.file_sizes(index))
     metadata.check_whole(aside, index)
     metadata.compare(aside, index, entries, ("",), cast=False)
     sizes = {str(path.relative_to(aside)): path.stat().st_size for path in sorted(aside.rglob("*")) if path.is_file()}
@@ -130,7 +131,7 @@ def load(path: Path, held: list[LogicalTensor], process_group: ProcessGroup | No
     def check() -> tuple[metadata.Metadata, dict[str, Any]]:
         check_manifest(path)
         index = metadata.read_index(path)
-        metadata.check_files(path, metadata.file_sizes(index))
+        check_files(path, metadata.file_sizes(index))
         metadata.check_whole(path, index)
         metadata.compare(path, index, entries, only, cast)
         return index, read_state(path)

@@ -78,7 +78,7 @@ class DropoutAddress:
 
 
 def hidden_dropout(x: Tensor, p: float, where: DropoutAddress | None, site: str, tokens: Tensor | None = None) -> Tensor:
-    """Dropout of `[s, b, h]` activations with addressed bits; identity where `where` is None (evaluation) or p is 0.
+    """Dropout of `[s, b, h]` activations with addressed bits; identity in evaluation (no `where`) or at p 0.
 
     `tokens` `[s, b]` are the ids of x's own tokens when x is a sequence shard of `where.tokens`.
     """

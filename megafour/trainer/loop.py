@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megafour.checkpoint import store
 from megafour.comm import primitives
 from megafour.config.load import to_yaml
 from megafour.config.schema import Config
@@ -25,7 +24,6 @@ from megafour.trainer import diagnose
 from megafour.trainer.logs import RankLog
 from megafour.trainer.memory import peak_bytes
 from megafour.trainer.metrics import Metrics
-from megafour.trainer.saving import logical_tensors, restore_small_state, small_state
 from megafour.trainer.step import StepResult, TrainState, evaluate_batch, train_step
 
 
@@ -193,6 +191,10 @@ class Run:
         cfg, progress = self.config, self.progress
         if self.saved_step == progress.step:
             return
+        # Here and below: no first step should wait half a second for the import of torch.distributed.checkpoint.
+        from megafour.checkpoint import store
+        from megafour.trainer.saving import logical_tensors, small_state
+
         folder = Path(cfg.checkpoint_dir)
         files: dict[str, Path | str] = {"config.yaml": to_yaml(cfg)}
         if self.tokenizer is not None:
@@ -206,6 +208,9 @@ class Run:
 
     def restore(self, path: Path) -> None:
         """Go on from a checkpoint of any mesh."""
+        from megafour.checkpoint import store
+        from megafour.trainer.saving import logical_tensors, restore_small_state
+
         saved = store.load(path, logical_tensors(self.state), self.group, cast=True)
         restore_small_state(self.state, saved)
         self.progress = Progress(saved["step"], saved["consumed_samples"], saved["consumed_tokens"],
@@ -214,6 +219,9 @@ class Run:
 
     def start_from(self, path: Path, *, optimizer: bool) -> None:
         """Take weights (and moments) from another run's checkpoint, at step 0."""
+        from megafour.checkpoint import store
+        from megafour.trainer.saving import logical_tensors
+
         only = ("",) if optimizer else ("weights/",)
         saved = store.load(path, logical_tensors(self.state, optimizer=optimizer), self.group, only=only, cast=True)
         if optimizer:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from megafour.checkpoint import store
+from megafour.checkpoint import folder as checkpoints
 from megafour.checkpoint.errors import CheckpointError
 from megafour.config.describe import describe
 from megafour.config.errors import ConfigError
@@ -143,7 +143,7 @@ def _start_and_train(training: Run, folder: RunFolder) -> str:
         training.log.say(f"resumed from {folder.resume_from}, step {training.progress.step}, "
                          f"on mesh {training.state.mesh.words}")
     elif config.checkpoint.init_from is not None:
-        source = store.find(Path(config.checkpoint.init_from))
+        source = checkpoints.find(Path(config.checkpoint.init_from))
         training.start_from(source, optimizer=config.checkpoint.init_optimizer)
         training.log.say(f"weights taken from {source}")
     folder.begin(training.progress.step, config)
