@@ -25,10 +25,10 @@ fi
 rm -rf runs/quickstart      # what an earlier quick start left
 
 say "Training on dp2-pp2-tp2-cp2: two replicas × two stages × two tensor ranks × two sequence halves, sixteen processes"
-train 16
+train 16 train.steps=110 eval.every=55
 
 say "Resuming its checkpoint on another mesh, dp2-tp2: four processes hold the same model"
-train 4 parallel.pp=1 parallel.tp=2 parallel.cp=1 train.steps=180
+train 4 parallel.pp=1 parallel.tp=2 parallel.cp=1 train.steps=130
 
 say "A sample of what it learned in these minutes"
 "$PYTHON" -m megafour generate --checkpoint runs/quickstart --prompt "The following function returns" --max-tokens 100
