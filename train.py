@@ -1,6 +1,6 @@
 """The entry point: load the config, train.
 
-    torchrun --nproc-per-node N train.py --config FILE [section.key=value ...]
+    torchrun --standalone --nproc-per-node N train.py --config FILE [section.key=value ...]
     python train.py --check [--world N] --config FILE [section.key=value ...]
 """
 

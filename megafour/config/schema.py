@@ -71,7 +71,7 @@ class DataConfig(Section):
     """The tokenizer. Null: only what the datasets' own `.json` says about it is known."""
 
     workers: Index = 0
-    """Processes per rank that read ahead. 0: the training process reads."""
+    """Threads per rank that read ahead. 0: the step itself reads. The batches are the same for any number."""
 
 
 class TrainConfig(Section):
