@@ -8,7 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-IGNORE = -100  # a label that takes no part in the loss
+from megafour.parallel.context.layout import document_positions
+from megafour.parallel.tensor.cross_entropy import IGNORE
+
 PAD = -1  # in a sample: no token here; becomes token 0 with its labels ignored
 
 
@@ -61,15 +63,7 @@ def collate(
     held_ids = None
     if document_ids is not None:
         ids = torch.from_numpy(np.ascontiguousarray(document_ids, dtype=np.int64))[:, :-1]
-        held_ids, positions = ids[:, positions], restart_positions(ids)[:, positions]
+        held_ids, positions = ids[:, positions], document_positions(ids)[:, positions]
     return MicroBatch(
         tokens.clamp_min(0), labels, positions, sample_ids, sample_ids if samples is None else samples, held_ids
     )
-
-
-def restart_positions(document_ids: Tensor) -> Tensor:
-    """Position of each token within its own document, 0 at its first token: int64 [b, seq] -> int64 [b, seq]."""
-    index = torch.arange(document_ids.shape[1]).expand_as(document_ids)
-    first = torch.ones_like(document_ids, dtype=torch.bool)
-    first[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
-    return index - torch.where(first, index, 0).cummax(dim=1).values
