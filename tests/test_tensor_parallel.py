@@ -52,7 +52,8 @@ def test_loss_equals_plain_cross_entropy(pool, world: int, sp: bool, vocab: int)
     (each.sum() * 0.5).backward()
     results = pool.run(loss_on_mesh, world, vocab, sp)
     assert all(abs(r[0] - float(each.detach().sum()) * 0.5) < 1e-12 * abs(r[0]) for r in results)
-    assert all(torch.allclose(torch.tensor(r[1], dtype=torch.float64), each.detach(), rtol=1e-12, atol=0) for r in results)
+    per_token = [torch.tensor(r[1], dtype=torch.float64) for r in results]
+    assert all(torch.allclose(got, each.detach(), rtol=1e-12, atol=0) for got in per_token)
     grads = [torch.tensor(r[2], dtype=torch.float64) for r in results]
     for grad in [torch.cat(grads)] if sp else grads:
         assert torch.allclose(grad, x.grad, rtol=1e-10, atol=1e-14)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from dataclasses import dataclass
 
 import torch
@@ -52,14 +53,14 @@ def _finalise(x: Tensor) -> Tensor:
     return x ^ ((x >> 31) & ((1 << 33) - 1))
 
 
-def uniform(key: int, rows: Tensor, cols: Tensor) -> Tensor:
-    """Uniform [0, 1) float64 values at every (row, col): shape `rows.shape + cols.shape`, a pure function of both.
+def kept(key: int, rows: Tensor, cols: Tensor, p: float) -> Tensor:
+    """True with probability 1-p at every (row, col): boolean `rows.shape + cols.shape`, a pure function of both.
 
-    `rows`, `cols`: int64 indices of any size; `key` from `address`.
+    `rows`, `cols`: int64 indices of any size; `key` from `address`. The 53 upper bits are compared as integers.
     """
     r = _finalise(rows * _GOLDEN + key).reshape(*rows.shape, *([1] * cols.dim()))
     mixed = _finalise(r + cols * _GOLDEN)
-    return ((mixed >> 11) & _MASK53).to(torch.float64) * 2.0**-53
+    return ((mixed >> 11) & _MASK53) >= math.ceil(p * 2.0**53)
 
 
 @dataclass(frozen=True)
@@ -77,16 +78,12 @@ class DropoutAddress:
         return address(self.seed, "dropout", self.step, self.layer, site)
 
 
-def hidden_dropout(x: Tensor, p: float, where: DropoutAddress | None, site: str, tokens: Tensor | None = None) -> Tensor:
-    """Dropout of `[s, b, h]` activations with addressed bits; identity in evaluation (no `where`) or at p 0.
-
-    `tokens` `[s, b]` are the ids of x's own tokens when x is a sequence shard of `where.tokens`.
-    """
+def hidden_dropout(x: Tensor, p: float, where: DropoutAddress | None, site: str) -> Tensor:
+    """Dropout of `[s, b, h]` activations with addressed bits; identity in evaluation (no `where`) or at p 0."""
     if where is None or p == 0.0:
         return x
-    ids = where.tokens if tokens is None else tokens
     channels = torch.arange(x.shape[-1], device=x.device)
-    keep = uniform(where.key(site), ids.to(x.device), channels) >= p
+    keep = kept(where.key(site), where.tokens.to(x.device), channels, p)
     return x * keep.to(x.dtype) / (1.0 - p)
 
 
@@ -110,4 +107,4 @@ class AttentionDropout:
         rows = (self.sample_ids.to(q_pos.device)[:, None, None] * self.num_heads + head[None, :, None]) * (
             self.seq_length
         ) + q_pos
-        return uniform(self.key, rows, k_pos) >= self.p
+        return kept(self.key, rows, k_pos, self.p)
