@@ -105,7 +105,7 @@ def check(stage, model, slot) -> None:
     theirs = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
     theirs = theirs / (labels != -100).sum()
     theirs.backward()
-    assert abs(float(loss - theirs)) <= 1e-9 * abs(float(theirs))
+    assert abs(float((loss - theirs).detach())) <= 1e-9 * abs(float(theirs.detach()))
     grads = {k: v.grad for k, v in params.items()}
     floor = 1e-6 * max(float(g.abs().max()) for g in grads.values())
     for param, piece in named_pieces(stage):
