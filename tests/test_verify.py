@@ -96,7 +96,7 @@ def test_shipped_configs_shrink_on_every_mesh(path):
 
 @pytest.mark.parametrize(("heads", "kv", "tp", "toy"), [
     (6, 3, 1, (8, 4)),    # 6 and 3 divide by no tp 4: scaled up, ratio kept
-    (8, 2, 4, (8, 2)),    # K/V heads < tp stays so on tp4
+    (8, 2, 4, (4, 1)),    # K/V heads < tp stays so, on tp2 as on tp4
     (32, 1, 1, (32, 1)),    # multi-query
     (4, 4, 1, (4, 4)),
 ])
