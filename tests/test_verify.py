@@ -132,6 +132,23 @@ def test_the_command(capsys):
     assert "layers.0.attention.wk.weight" in found["meshes"][0]["gradients"]
 
 
+def test_every_mesh_and_every_pair_of_options(capsys):
+    """The covering array: every applicable pair of options, and every applicable (mesh, option) pair."""
+    code = main(["verify", "--options", "all", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert code == 0, [m for m in found["meshes"] if not m["passed"]]
+    assert found["passed"] and len({m["mesh"] for m in found["meshes"]}) == 18
+    assert max(max(m["loss"], m["grad_norm"], m["gradient"], m["weights"]) for m in found["meshes"]) <= 1e-9
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_every_default_mesh(family, capsys):
+    """Each axis, each pair and the 4D mesh, under one config of each family."""
+    assert main(["verify", "--json", f"model.preset=tiny-{family}"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert len(found["meshes"]) == 18
+
+
 def test_bf16_on_cpu_at_its_own_tolerance(capsys):
     assert main(["verify", "--mesh", "dp2-pp2", "--dtype", "bf16", "--steps", "2"]) == 0
     out = capsys.readouterr().out

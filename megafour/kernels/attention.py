@@ -9,6 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from megafour.kernels.matmul import native_matmul
+
 
 class DropoutBits(Protocol):
     """Attention-dropout bits, addressed by global positions."""
@@ -44,20 +46,6 @@ class AttentionBackend(Protocol):
                  scale: float, dropped: Dropped | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """(dq, dk, dv). `out` and `lse` may cover more keys than this block: the softmax is over all of them."""
         ...
-
-
-def native_matmul(dtype: torch.dtype) -> bool:
-    """Whether this CPU has fast matrix products in `dtype`. Without AVX-512 bf16, torch's are ~50 times slower."""
-    if dtype == torch.bfloat16:
-        return torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    if dtype == torch.float16:
-        return torch.ops.mkldnn._is_mkldnn_fp16_supported()
-    return True
-
-
-def matmul_dtype(x: Tensor) -> torch.dtype:
-    """The dtype in which to multiply tensors like `x`: its own, or fp32 where the CPU has no instructions for it."""
-    return x.dtype if x.device.type != "cpu" or native_matmul(x.dtype) else torch.float32
 
 
 def refuse_empty(q: Tensor, k: Tensor) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megafour.kernels.attention import Dropped, matmul_dtype, refuse_empty
+from megafour.kernels.attention import Dropped, refuse_empty
+from megafour.kernels.matmul import matmul_dtype
 
 
 class TorchCPUAttention:

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from megafour.kernels.attention import Dropped, matmul_dtype
+from megafour.kernels.attention import Dropped
+from megafour.kernels.matmul import matmul_dtype
 
 QUERY_BLOCK = 256
 """Queries a block holds: its causal keys end with it, so that the masked half is skipped but for the diagonal tile."""

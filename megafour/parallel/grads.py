@@ -7,6 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from megafour.kernels.matmul import add_mm_, mm
+
 
 def has_main_grad(param: nn.Parameter) -> bool:
     """Whether the parameter accumulates into a flat fp32 (fp64) buffer instead of `.grad`."""
@@ -38,12 +40,8 @@ def weight_grad(param: nn.Parameter, grad_out: Tensor, x: Tensor) -> Tensor | No
     grad_out: `[tokens, out]`, x: `[tokens, in]`.
     """
     if not has_main_grad(param):
-        return grad_out.t() @ x
-    buffer: Tensor = param.main_grad  # type: ignore[attr-defined]
-    if buffer.dtype == x.dtype:
-        buffer.addmm_(grad_out.t(), x)
-    else:
-        buffer.add_(torch.mm(grad_out.t(), x))
+        return mm(grad_out.t(), x)
+    add_mm_(param.main_grad, grad_out.t(), x)  # type: ignore[attr-defined]
     param.grad_ready(param)  # type: ignore[attr-defined]
     return None
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from megafour.comm import primitives
 from megafour.comm.group import Group
+from megafour.kernels.matmul import add_mm_, linear, mm
 from megafour.parallel.grads import add_grad
 
 IGNORE = -100
@@ -64,7 +65,7 @@ class _HeadLoss(torch.autograd.Function):
         step = chunk_tokens(valid)
         for a in range(0, flat.shape[0], step):
             part, label = flat[a : a + step], targets[a : a + step]
-            logits = (part @ rows.t()).to(compute)
+            logits = linear(part, rows).to(compute)
             losses[a : a + step], total, local, mine = _chunk_losses(logits, label, first, group)
             if grad_x is None:
                 continue
@@ -73,13 +74,11 @@ class _HeadLoss(torch.autograd.Function):
             if valid:
                 logits.scatter_add_(-1, local.unsqueeze(-1), hit.unsqueeze(-1))
             probabilities = logits.to(x.dtype)
-            torch.mm(probabilities, rows, out=grad_x[a : a + step])
+            grad_x[a : a + step] = mm(probabilities, rows)
             if grad_w is None:
-                grad_w = torch.mm(probabilities.t(), part).to(compute)
-            elif grad_w.dtype == part.dtype:
-                grad_w.addmm_(probabilities.t(), part)
+                grad_w = mm(probabilities.t(), part).to(compute)
             else:
-                grad_w.add_(torch.mm(probabilities.t(), part))
+                add_mm_(grad_w, probabilities.t(), part)
         ctx.weight, ctx.group, ctx.sp, ctx.shape, ctx.valid = weight, group, sp, full.shape, valid
         ctx.save_for_backward(grad_x, grad_w)
         ctx.mark_non_differentiable(losses)

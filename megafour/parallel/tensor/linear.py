@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megafour.comm import primitives
 from megafour.comm.group import Group
+from megafour.kernels.matmul import linear, mm
 from megafour.parallel.grads import has_main_grad, weight_grad
 from megafour.parallel.pieces import Piece, set_pieces
 
@@ -22,7 +22,7 @@ class _Column(torch.autograd.Function):
         ctx.save_for_backward(x)
         ctx.weight, ctx.group, ctx.sp = weight, group, sequence_parallel
         full = primitives.all_gather(x, group) if sequence_parallel else x
-        return F.linear(full, weight)
+        return linear(full, weight)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
@@ -31,7 +31,7 @@ class _Column(torch.autograd.Function):
         # Only the shard of x is kept between the passes (Korthikanti et al. 2022, section 4.2.2): gathered anew here.
         gathered = primitives.all_gather(x, group, async_op=True) if ctx.sp else None
         flat = grad.reshape(-1, grad.shape[-1])
-        grad_x = (flat @ weight).view(*grad.shape[:-1], weight.shape[1])
+        grad_x = mm(flat, weight).view(*grad.shape[:-1], weight.shape[1])
         full = gathered.wait() if gathered is not None else x
         move = primitives.reduce_scatter if ctx.sp else primitives.all_reduce
         moving = move(grad_x, group, async_op=True)
@@ -46,7 +46,7 @@ class _Row(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: nn.Parameter, group: Group, sequence_parallel: bool) -> Tensor:
         ctx.save_for_backward(x)
         ctx.weight, ctx.group, ctx.sp = weight, group, sequence_parallel
-        partial = F.linear(x, weight)
+        partial = linear(x, weight)
         return (primitives.reduce_scatter if sequence_parallel else primitives.all_reduce)(partial, group)
 
     @staticmethod
@@ -55,13 +55,13 @@ class _Row(torch.autograd.Function):
         weight = ctx.weight
         full = primitives.all_gather(grad, ctx.group) if ctx.sp else grad
         flat = full.reshape(-1, full.shape[-1])
-        grad_x = (flat @ weight).view(*full.shape[:-1], weight.shape[1])
+        grad_x = mm(flat, weight).view(*full.shape[:-1], weight.shape[1])
         return grad_x, weight_grad(weight, flat, x.reshape(-1, x.shape[-1])), None, None
 
 
 def _apply(function: Any, x: Tensor, weight: nn.Parameter, group: Group, sequence_parallel: bool) -> Tensor:
     if group.size == 1 and not has_main_grad(weight):
-        return F.linear(x, weight)
+        return linear(x, weight)
     return function.apply(x, weight, group, sequence_parallel)
 
 
