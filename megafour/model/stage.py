@@ -16,7 +16,7 @@ from megafour.model.rope import rope_tables
 from megafour.parallel.context import attention_over
 from megafour.parallel.context.layout import Layout
 from megafour.parallel.pieces import named_pieces
-from megafour.parallel.pipeline.partition import partition
+from megafour.parallel.pipeline.partition import partition_layers
 from megafour.parallel.random import normal_rectangle
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class Stage(nn.Module):
     def make_pass(self, batch: MicroBatch, *, step: int, train: bool) -> Pass:
         """Everything a forward of this micro-batch needs besides its activations."""
         cfg = self.build.config
-        tokens = batch.sample_ids[None, :] * cfg.data.seq_length + self.build.positions[self.sequence_shard][:, None]
+        tokens = batch.sample_ids[None, :] * cfg.data.seq_length + self.positions[self.sequence_shard][:, None]
         return Pass(cos=self.cos, sin=self.sin, seed=cfg.run.seed, step=step, dropout=train,
                     sample_ids=batch.sample_ids, tokens=tokens, recompute=cfg.train.recompute if train else "none")
 
@@ -87,10 +87,7 @@ def build_stage(config: Config, mesh: Mesh, vocab_size: int, *, attention: Atten
         dropout = config.model.attention_dropout > 0
         backend = select_attention(config.kernels.attention, mesh.device.type, dtype, dropout)
         attention = attention_over(config.parallel.context.method, layout, mesh, backend)
-    counts = config.parallel.pipeline.partition
-    spans = partition(config.model, config.data.seq_length, mesh.pp, counts=None if counts == "auto" else counts,
-                      vocab_size=vocab_size, recompute=config.train.recompute)
-    first, count = spans[mesh.group("pp").rank]
+    first, count = partition_layers(config, mesh.pp, vocab_size)[mesh.group("pp").rank]
     positions = layout.positions(mesh.group("cp").rank)
     build = Build(config, mesh, dtype, device, attention, vocab_size, positions)
     return Stage(build, range(first, first + count))

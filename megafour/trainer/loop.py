@@ -136,7 +136,7 @@ class Run:
         progress = self.progress
         progress.skipped_steps += 1
         progress.skipped_in_a_row += 1
-        if self.state.scaler.dynamic and self.state.scaler.scale > 1:
+        if self.state.scaler.may_overflow:
             self.log.say(f"step {progress.step + 1} skipped: gradients overflow in fp16, loss scale now "
                          f"{self.state.scaler.scale:g}")
         else:
