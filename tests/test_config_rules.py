@@ -77,6 +77,8 @@ def resolved(world, *overrides):
     (1, ["data.split='1,2,3,4'"], ["data.split = 1,2,3,4", "98,1,1"]),
     (1, ["data.split=most"], ["data.split = most"]),
     (1, ["data.split='0,1'"], ["share of train"]),
+    (1, ["data.split='nan,1'"], ["data.split = nan,1", "98,1,1"]),
+    (1, ["data.split='98,inf'"], ["data.split = 98,inf", "98,1,1"]),
     (1, ["data.split='98,2'", "data.valid={valid: [{path: a}]}"], ["data.split", "data.valid.valid"]),
     (1, ["eval.every=10"], ["eval.every = 10", "data.valid or data.split"]),
     (1, ["data.tokenizer={kind: tiktoken}"], ["data.tokenizer.path"]),

@@ -157,6 +157,28 @@ def test_config_is_written_and_earlier_ones_stay(tmp_path):
     assert "0.001" in (tmp_path / "config-1.yaml").read_text() and "0.003" in (tmp_path / "config.yaml").read_text()
 
 
+def test_status_speaks_of_this_run_from_the_moment_it_holds_the_folder(tmp_path):
+    """A run that ends before its first step must not leave the `preempted` of the one before."""
+    fake(tmp_path / "checkpoints", 5)
+    for resume, end in (("auto", lambda run: run.fail(0, "the checkpoint does not fit")), ("never", None)):
+        write_status(tmp_path, "preempted", 5, "SIGTERM")
+        try:
+            run = open_run_folder(config(tmp_path, resume), None)
+            assert read_status(tmp_path)["state"] == "running"
+            end(run)
+            run.close()
+        except CheckpointError:
+            pass
+        status = read_status(tmp_path)
+        assert status["state"] == "failed" and ("does not fit" in status["reason"] or "never" in status["reason"])
+    write_status(tmp_path, "preempted", 5, "SIGTERM")
+    held = RunLock(tmp_path / "lock").acquire()
+    with pytest.raises(CheckpointError, match="in use"):
+        open_run_folder(config(tmp_path, "auto"), None)
+    assert read_status(tmp_path)["state"] == "preempted"      # the folder is another run's
+    held.release()
+
+
 def test_status_says_how_a_run_ended_and_the_first_failure_stays(tmp_path):
     run = open_run_folder(config(tmp_path), None)
     run.begin(0, config(tmp_path))

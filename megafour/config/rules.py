@@ -38,6 +38,12 @@ def resolve(config: Config, world: int, data: bool = True) -> Config:
     return resolved
 
 
+def smallest_world(config: Config) -> int:
+    """The fewest ranks that the mesh of a configuration as loaded takes: pp · tp · cp, and dp where it is a number."""
+    p = config.parallel
+    return p.pp * p.tp * p.cp * (1 if p.dp == "auto" else int(p.dp))
+
+
 def broken_rules(config: Config) -> list[str]:
     """Every broken rule of a configuration whose parallel.dp is a number."""
     return [message for rules in (version_rules, mesh_rules, model_rules, training_rules) for message in rules(config)]

@@ -1,5 +1,6 @@
 """Rules on data, length, learning rate, precision and kernels."""
 
+import math
 from collections.abc import Collection, Iterator
 
 from megafour.config.schema import Config
@@ -54,7 +55,8 @@ def _data(config: Config) -> Iterator[str]:
 
 def _split(text: str, valid: Collection[str]) -> Iterator[str]:
     shares = _shares(text)
-    if not 1 <= len(shares) <= 3 or min(shares) < 0 or sum(shares) <= 0:
+    if not 1 <= len(shares) <= 3 or not all(math.isfinite(share) for share in shares) or min(shares) < 0 or (
+            sum(shares) <= 0):
         yield (f"data.split = {text} is not valid: it must be the shares of train, validation and test, such as 98,1,1")
     elif shares[0] == 0:
         yield f"data.split = {text}: the share of train must be above 0"

@@ -216,7 +216,7 @@ def parse_split(split: str | Sequence[float] | None) -> list[float] | None:
         parts = [float(part) for part in (split.split(",") if isinstance(split, str) else split)]
     except ValueError:
         parts = []
-    if not 1 <= len(parts) <= 3 or min(parts) < 0 or parts[0] == 0:
+    if not 1 <= len(parts) <= 3 or not np.isfinite(parts).all() or min(parts) < 0 or parts[0] == 0:
         raise DataError(f'data.split={split}: write the shares of train, validation and test, as in "98,1,1"')
     parts += [0.0] * (3 - len(parts))
     return [part / sum(parts) for part in parts]

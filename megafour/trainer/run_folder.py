@@ -48,8 +48,8 @@ class RunFolder:
     def begin(self, step: int, config: Config) -> None:
         """Training starts from `step`: set aside what later steps left, write config.yaml and status.json.
 
-        Every rank calls it together, after the checkpoint was loaded: a checkpoint that does not fit this model then
-        leaves the folder as it was.
+        Every rank calls it together, after the checkpoint was loaded: one that does not fit this model then costs no
+        checkpoint, no metrics and no config their place.
         """
         def work() -> None:
             checkpoints.set_aside(self.checkpoints, step)
@@ -84,6 +84,9 @@ class RunFolder:
 def open_run_folder(config: Config, group: ProcessGroup | None) -> RunFolder:
     """Lock the run's folder and find where to resume from. Every rank calls it together.
 
+    From here on status.json speaks of this run: one that ends before its first step must not leave the `preempted` of
+    the run before it, which would have it queued again for ever.
+
     Args:
         config: resolved; run.dir, checkpoint.dir and checkpoint.resume count.
         group: all ranks; None: this process alone.
@@ -100,7 +103,14 @@ def open_run_folder(config: Config, group: ProcessGroup | None) -> RunFolder:
         (path / "logs").mkdir(exist_ok=True)
         locks.append(RunLock(path / "lock").acquire())
         checkpoints.tidy(saved)
-        return resume_point(saved, config.checkpoint.resume)
+        step = int(read_status(path).get("step") or 0)
+        try:
+            found = resume_point(saved, config.checkpoint.resume)
+        except CheckpointError as error:
+            write_status(path, "failed", step, str(error))
+            raise
+        write_status(path, "running", step)
+        return found
 
     try:
         resume_from = first_does(work, group, f"opening {path}")
