@@ -156,3 +156,12 @@ def test_an_error_on_a_rank_is_a_failed_row(pool):
     outcome = check(pool, case("dp2"), 2, plant=raises_on_one_rank)
     assert not outcome.passed
     assert outcome.error is not None and outcome.error.startswith("rank 1: KeyError: 'layers.3'")
+
+
+@pytest.mark.parametrize("activation", ["geglu", "gelu"])
+def test_activations_that_no_family_has(pool, activation):
+    config = config_from({"model": {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 8,
+                                    "num_key_value_heads": 4, "activation": activation, "linear_bias": True},
+                          "train": {"global_batch_size": 2}})
+    outcome = check(pool, user_cases(config, [parse_mesh("pp2-tp2-cp2")], 2)[0], 2)
+    assert outcome.passed, outcome

@@ -215,7 +215,8 @@ class Run:
         restore_small_state(self.state, saved)
         self.progress = Progress(saved["step"], saved["consumed_samples"], saved["consumed_tokens"],
                                  saved["skipped_steps"])
-        self.saved_step = self.progress.step
+        own = path.resolve().parent == Path(self.config.checkpoint_dir).resolve()
+        self.saved_step = self.progress.step if own else -1     # another run's checkpoint is not this run's
 
     def start_from(self, path: Path, *, optimizer: bool) -> None:
         """Take weights (and moments) from another run's checkpoint, at step 0."""
