@@ -1,5 +1,6 @@
 """A run's folder: lock, resume rules, what is set aside, status, signals, metrics and logs."""
 
+import errno
 import io
 import json
 import math
@@ -336,3 +337,50 @@ def test_each_rank_has_a_log_and_only_the_writer_a_console(tmp_path, capsys):
     assert out.getvalue() == "hello from rank-0\n"
     assert "hello from rank-1" in (tmp_path / "rank-1.log").read_text()
     assert capsys.readouterr().err == "rank 1 (tp1): KeyError: 'a'\n"
+
+
+class Full:
+    """A disk or a pipe that takes nothing more."""
+
+    closed = False
+
+    def write(self, text):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    flush = close = lambda self: self.write("")
+
+    def isatty(self):
+        return False
+
+
+def test_a_line_that_cannot_be_written_ends_no_run(tmp_path):
+    log = RankLog(tmp_path, 0, stream=Full())
+    log._file = Full()
+    log.say("step 1")
+    log.close()
+
+
+def test_a_console_whose_reader_has_gone_ends_no_run(tmp_path):
+    code = ("from pathlib import Path\nfrom megafour.trainer.logs import RankLog\n"
+            f"log = RankLog(Path({str(tmp_path)!r}), 0)\n"
+            "for i in range(9999): log.say('a line of a run that goes on')\n")
+    run = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    run.stdout.close()
+    assert run.stderr.read() == b"" and run.wait() == 0
+    assert len((tmp_path / "rank-0.log").read_text().splitlines()) == 9999
+
+
+def test_a_status_that_cannot_be_written_does_not_hide_the_failure(tmp_path, monkeypatch):
+    run = open_run_folder(config(tmp_path), None)
+
+    def full(path, data):
+        path.write_text("cut")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(checkpoints, "write_file", full)
+    before = sorted(p.name for p in tmp_path.iterdir())
+    run.fail(3, "saving failed")
+    assert sorted(p.name for p in tmp_path.iterdir()) == before
+    with pytest.raises(CheckpointError, match="No space left"):
+        checkpoints.check_shared(tmp_path, None)
+    run.close()

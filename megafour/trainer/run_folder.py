@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -65,9 +66,13 @@ class RunFolder:
             write_status(self.path, state, step, reason)
 
     def fail(self, step: int, reason: str) -> None:
-        """Any rank that fails says why; the first reason stays, since later ones follow from it."""
+        """Any rank that fails says why; the first reason stays, since later ones follow from it.
+
+        A status that cannot be written (a full disk) must not take the place of the failure itself.
+        """
         if read_status(self.path).get("state") == "running":
-            write_status(self.path, "failed", step, reason)
+            with contextlib.suppress(OSError):
+                write_status(self.path, "failed", step, reason)
 
     def close(self) -> None:
         """Give the lock back. The stop file has been answered and goes too."""
@@ -218,5 +223,9 @@ def read_status(folder: Path) -> dict:
 def _replace(path: Path, text: str) -> None:
     """Give a file new content in one move: a reader sees the old or the new one."""
     aside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    checkpoints.write_file(aside, text)
-    os.replace(aside, path)
+    try:
+        checkpoints.write_file(aside, text)
+        os.replace(aside, path)
+    except OSError:
+        aside.unlink(missing_ok=True)
+        raise
