@@ -12,6 +12,7 @@ def training_rules(config: Config) -> Iterator[str]:
     yield from _data(config)
     yield from _kernels(config)
     yield from _starting_point(config)
+    yield from _profile(config)
 
 
 def _learning_rate(config: Config) -> Iterator[str]:
@@ -38,6 +39,10 @@ def _data(config: Config) -> Iterator[str]:
     for key, sources in blends.items():
         if sources and sum(source.weight for source in sources) <= 0:
             yield f"{key}: the weights add up to 0; give at least one dataset a weight above 0"
+        weights = {source.weight for source in sources}
+        if key != "data.train" and len(weights) > 1:
+            yield (f"{key}: a validation set is read once, whole, so its weights must be equal, and they are "
+                   f"{', '.join(f'{source.weight:g}' for source in sources)}; leave them out")
         if not sources and key != "data.train":
             yield f"{key} is empty: give it a dataset, or remove it"
     if data.split is not None:
@@ -90,3 +95,10 @@ def _starting_point(config: Config) -> Iterator[str]:
     checkpoint = config.checkpoint
     if checkpoint.init_optimizer and checkpoint.init_from is None:
         yield "checkpoint.init_optimizer = true needs checkpoint.init_from"
+
+
+def _profile(config: Config) -> Iterator[str]:
+    step, steps = config.logging.profile, config.train.steps or 0
+    if step is not None and step > steps:
+        yield (f"logging.profile = {step} is never reached: train.steps is {steps}; set it to a step from 1 to {steps}, "
+               "or to null")

@@ -155,11 +155,6 @@ def build_datasets(config: Any, tokenizer: TokenizerInfo) -> Datasets:
         raise DataError("data.train names no dataset (with a weight above 0)")
     train, valid = reader.blend([entry for entry in data.train if entry.weight > 0], shares, 0), {}
     for name, entries in (data.valid or {}).items():
-        weights = {float(entry.weight) for entry in entries}
-        if len(weights) > 1:
-            raise DataError(
-                f"data.valid.{name}: a validation set is read once, whole, so its weights must be equal: {weights}"
-            )
         valid[name] = reader.joined(entries)
     if shares and shares[1]:
         if "valid" in valid:
