@@ -100,5 +100,5 @@ def _starting_point(config: Config) -> Iterator[str]:
 def _profile(config: Config) -> Iterator[str]:
     step, steps = config.logging.profile, config.train.steps or 0
     if step is not None and step > steps:
-        yield (f"logging.profile = {step} is never reached: train.steps is {steps}; set it to a step from 1 to {steps}, "
-               "or to null")
+        yield (f"logging.profile = {step} is never reached: train.steps is {steps}; set it to a step from 1 to "
+               f"{steps}, or to null")
