@@ -1,6 +1,10 @@
 """train.py: what is refused before any process group exists, in one line and with exit code 2."""
 
 import importlib.util
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +15,7 @@ from megafour.config.load import config_from
 from megafour.config.rules import resolve, smallest_world
 from megafour.mesh import Launch
 from megafour.trainer.setup import choose_device
+from tests.training import settings, write_corpus
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 
@@ -57,3 +62,44 @@ def test_what_the_machine_lacks_is_refused_at_start(monkeypatch, values, words):
     config = resolve(config_from({**values, "data": {"train": [{"path": "a"}]}}), 2)
     with pytest.raises(ConfigError, match=words):
         choose_device(config, Launch(0, 2, 0, 2))
+
+
+FAULTY = """
+import sys, unittest.mock
+import megafour.trainer.loop as loop
+from megafour.data.errors import DataError
+from train import main
+
+real = loop.train_step
+
+def train_step(state, batches, step, *rest):
+    if step == 2 and state.mesh.rank == 1:
+        raise {error}("planted fault")
+    return real(state, batches, step, *rest)
+
+with unittest.mock.patch.object(loop, "train_step", train_step):
+    code = main(sys.argv[1:])
+sys.exit(code)
+"""
+
+
+@pytest.mark.parametrize(("error", "said"), [
+    ("RuntimeError", "rank 1 (pp1): failed in step 3: RuntimeError: planted fault (traceback in "),
+    ("DataError", "error: planted fault"),
+])
+def test_the_first_failure_is_shown_once_and_named(tmp_path, error, said):
+    """Under torchrun: not the failures of the ranks that lose their peer by it, and no traceback twice."""
+    write_corpus(tmp_path / "corpus")
+    values = settings(tmp_path, {"pp": 2})
+    (tmp_path / "run.yaml").write_text(json.dumps(values))
+    (tmp_path / "faulty.py").write_text(FAULTY.replace("{error}", error))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+               str(tmp_path / "faulty.py"), "--config", str(tmp_path / "run.yaml")]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120,
+                           env={**os.environ, "PYTHONPATH": str(CONFIGS.parent)})
+    assert ended.returncode == 1
+    assert ended.stderr.count(said) == 1
+    assert ended.stderr.count("in train_step") == (1 if error == "RuntimeError" else 0)     # torchrun's own summary
+    assert "[rank" not in ended.stderr and "rank 0 (pp0): failed" not in ended.stderr
+    status = json.loads((tmp_path / "run" / "status.json").read_text())
+    assert status["state"] == "failed" and "planted fault" in status["reason"] and status["step"] == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 import traceback
@@ -42,6 +43,11 @@ def refuse(error: Exception, launch: Launch, code: int) -> int:
     """
     if launch.local_rank != 0:
         time.sleep(REFUSAL_WAIT)
+    return say_refusal(error, code)
+
+
+def say_refusal(error: Exception, code: int) -> int:
+    """The one line; returns the exit code."""
     print(f"error: {error}", file=sys.stderr, flush=True)
     return code
 
@@ -75,7 +81,12 @@ def run(path: str | None, overrides: list[str]) -> int:
         return refuse(error, launch, 2)
     except DataError as error:
         return refuse(error, launch, 1)
-    return train(config, launch, device, tokenizer, datasets) or 0
+    try:
+        return train(config, launch, device, tokenizer, datasets) or 0
+    except Exception:
+        if "TORCHELASTIC_ERROR_FILE" not in os.environ:
+            raise
+        return 1        # `record` has told torchrun, which shows the first rank's traceback, once
 
 
 def open_tokenizer(config: Config) -> tuple[Tokenizer | None, TokenizerInfo]:
@@ -130,13 +141,18 @@ def train_on(mesh: Mesh, config: Config, launch: Launch, tokenizer: Tokenizer | 
             log.say(f"{outcome} after step {training.progress.step}{f' by {reason}' if reason else ''}, saved in "
                     f"{checkpoints.step_path(folder.checkpoints, training.progress.step)}")
     except (CheckpointError, DataError, TrainingError) as error:
-        folder.fail(training.progress.step if training else 0, str(error))
+        first = folder.fail(training.progress.step if training else 0, str(error))
         log.note(f"error: {error}")
+        if isinstance(error, DataError):    # not alike on all ranks, as the others are: who meets it first says it
+            return say_refusal(error, 1) if first else 1
         return refuse(error, launch, 1)
     except Exception as error:
-        step = training.progress.step if training else 0
-        folder.fail(step, f"{mesh.describe()}: {type(error).__name__}: {error}")
-        log.alarm(f"failed in step {step + 1}\n{traceback.format_exc()}")
+        step, what = training.progress.step if training else 0, f"{type(error).__name__}: {error}"
+        first = folder.fail(step, f"{mesh.describe()}: {what}")
+        log.note(f"failed in step {step + 1}\n{traceback.format_exc()}")
+        if not first:       # for want of the rank that failed first: that one's traceback is the one to show
+            return 1
+        log.alarm(f"failed in step {step + 1}: {what} (traceback in {log.path})")
         raise
     finally:
         folder.close()

@@ -65,14 +65,19 @@ class RunFolder:
         if rank_in(self.group) == 0:
             write_status(self.path, state, step, reason)
 
-    def fail(self, step: int, reason: str) -> None:
+    def fail(self, step: int, reason: str) -> bool:
         """Any rank that fails says why; the first reason stays, since later ones follow from it.
 
         A status that cannot be written (a full disk) must not take the place of the failure itself.
+
+        Returns:
+            whether this is the first failure.
         """
-        if read_status(self.path).get("state") == "running":
+        first = read_status(self.path).get("state") == "running"
+        if first:
             with contextlib.suppress(OSError):
                 write_status(self.path, "failed", step, reason)
+        return first
 
     def close(self) -> None:
         """Give the lock back. The stop file has been answered and goes too."""
