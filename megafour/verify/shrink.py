@@ -23,6 +23,10 @@ MIN_SEQ = 24
 
 MAX_ACCUMULATION = 4
 
+RATE_16_BIT = 1e-4
+"""The highest learning rate of a 16-bit comparison. AdamW's first steps follow the sign of a gradient, which rounding
+to 16 bits turns for many small ones: at the user's rate two sound meshes would part ways within the steps compared."""
+
 
 @dataclass(frozen=True)
 class Case:
@@ -66,6 +70,7 @@ def shrink(config: Config, meshes: Sequence[Degrees], steps: int, precision: str
     head_dim = 8 if device == "cuda" else min(8, max(4, HIDDEN // heads // 2 * 2))
     hidden = max(8, round(heads * head_dim * model.hidden_size / (model.num_attention_heads * model.head_size)))
     ffn_unit = math.lcm(*tps)
+    rate = min(config.optimizer.lr, RATE_16_BIT) if precision == "bf16" else config.optimizer.lr
     return config.replace({
         "model.preset": None, "model.num_attention_heads": heads, "model.num_key_value_heads": kv,
         "model.head_dim": head_dim, "model.hidden_size": hidden, "model.vocab_size": VOCAB,
@@ -80,8 +85,8 @@ def shrink(config: Config, meshes: Sequence[Degrees], steps: int, precision: str
         "data": {"seq_length": seq, "document_mask": config.data.document_mask},
         "train.micro_batch_size": min(config.train.micro_batch_size, 2), "train.precision": precision,
         "train.steps": 2 * steps, "train.tokens": None,
-        "lr_schedule": _lr_schedule(config, steps),
         "optimizer.eps": max(config.optimizer.eps, 1e-8),
+        "optimizer.lr": rate, "lr_schedule": _lr_schedule(config, steps, rate),
         "run.device": device, "run.name": "verify", "run.dir": "runs/{name}",
         "kernels": config.kernels.model_dump() if device == "cuda" else {},
         "checkpoint": {}, "eval": {}, "logging": {},
@@ -158,10 +163,10 @@ def _rope_scaling(config: Config, seq: int) -> dict[str, Any] | None:
     return values
 
 
-def _lr_schedule(config: Config, steps: int) -> dict[str, Any]:
+def _lr_schedule(config: Config, steps: int, peak: float) -> dict[str, Any]:
     """The same shape over twice the steps that run, so that the rate is above zero in all of them."""
     schedule = config.lr_schedule
-    return {"name": schedule.name, "min_lr": schedule.min_lr, "warmup_steps": min(schedule.warmup_steps, 1)}
+    return {"name": schedule.name, "min_lr": min(schedule.min_lr, peak), "warmup_steps": min(schedule.warmup_steps, 1)}
 
 
 FAMILIES: dict[str, dict[str, Any]] = {
