@@ -201,7 +201,7 @@ def deviation(got: float, want: float) -> float:
 def _gradients(state: TrainState, wanted: dict[str, Tensor], found: Compared, share: float) -> None:
     """Compare this rank's shards of the summed gradients, on a scale of at least `share` of the model's largest."""
     found.held = []
-    floor = share * max(float(g.abs().max()) for g in wanted.values())
+    floor = max(share * max(float(g.abs().max()) for g in wanted.values()), 1e-300)
     for bucket in state.buckets.buckets:
         shard = bucket.grads[bucket.shard]
         for param, piece, a, b in bucket.shard_ranges():
