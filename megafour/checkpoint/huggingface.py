@@ -62,8 +62,6 @@ class HuggingFaceWeights:
         self.slots = slots(family, shapes)
         self.names = {known_name(family, name, files.tensors): name for name in files.tensors}
         self._check()
-        if "head.weight" not in shapes and "lm_head.weight" in self.names:
-            self._check_tied()
 
     def _check(self) -> None:
         wanted = {slot.name: slot.shape for slot in self.slots.values()}
@@ -83,8 +81,14 @@ class HuggingFaceWeights:
         if problems:
             raise CheckpointError(f"{self.files.folder} does not fit this model; " + "; ".join(problems))
 
-    def _check_tied(self) -> None:
-        """A head stored beside a tied embedding must be the embedding, or one of the two would be lost."""
+    def check_tied(self) -> None:
+        """A head stored beside a tied embedding must be the embedding, or one of the two would be lost.
+
+        Raises:
+            CheckpointError: when it is not.
+        """
+        if "head.weight" in self.slots or "lm_head.weight" not in self.names:
+            return
         head = self.files.read(self.names["lm_head.weight"])
         if not torch.equal(head, self.files.read(self.names[self.slots["embedding.weight"].name])):
             raise CheckpointError(f"{self.files.folder}: tie_word_embeddings is true, but lm_head.weight differs from "
@@ -120,7 +124,7 @@ def load(folder: Path, family: str, shapes: dict[str, Shape], held: list[Logical
 
     def check() -> None:
         with SafetensorsFolder(folder) as files:
-            HuggingFaceWeights(files, family, shapes)
+            HuggingFaceWeights(files, family, shapes).check_tied()
 
     first_does(check, group, what)
     problem: str | None = None

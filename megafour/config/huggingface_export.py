@@ -103,14 +103,13 @@ def _rotary(model: ModelConfig, family: str) -> dict[str, Any]:
 
 
 def _scaling(model: ModelConfig) -> dict[str, Any] | None:
-    """`rope_scaling` with every number written out: readers differ in what they assume."""
+    """`rope_scaling`; llama3's two numbers are written even where we leave them out, since readers ask for them."""
     if model.rope_scaling is None:
         return None
     given = {key: value for key, value in model.rope_scaling.model_dump().items() if value is not None}
     kind = given.pop("type")
-    assumed: dict[str, dict[str, Any]] = {
-        "llama3": {"low_freq_factor": 1.0, "high_freq_factor": 4.0}, "yarn": {"beta_fast": 32.0, "beta_slow": 1.0}}
-    return {"rope_type": kind, **assumed.get(kind, {}), **given}
+    assumed = {"low_freq_factor": 1.0, "high_freq_factor": 4.0} if kind == "llama3" else {}
+    return {"rope_type": kind, **assumed, **given}
 
 
 def _gpt2(model: ModelConfig) -> dict[str, Any]:

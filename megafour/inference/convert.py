@@ -44,6 +44,7 @@ def from_huggingface(folder: Path, out: Path) -> Path:
     shapes = logical_shapes(config, vocabulary_of(folder, config))
     with SafetensorsFolder(folder) as files:
         weights = huggingface.HuggingFaceWeights(files, huggingface_family(folder), shapes)
+        weights.check_tied()
         held = []
         for name, shape in shapes.items():
             whole = weights.whole(name, shape)
