@@ -74,22 +74,22 @@ def open_model(folder: Path, dtype: torch.dtype = torch.float64) -> Any:
     return doubled(model)
 
 
-def tokens(count: int = 24) -> torch.Tensor:
+def tokens(vocab: int = VOCAB, count: int = 24) -> torch.Tensor:
     """Random token ids `[count]`."""
-    return torch.randint(VOCAB, (count,), generator=torch.Generator().manual_seed(4))
+    return torch.randint(vocab, (count,), generator=torch.Generator().manual_seed(4))
 
 
 @torch.no_grad()
-def logits_of(model: Any) -> torch.Tensor:
+def logits_of(model: Any, vocab: int = VOCAB) -> torch.Tensor:
     """What `transformers` predicts after 1, 9 and 24 tokens, `[3, vocab]`."""
-    whole = model(tokens()[None]).logits[0]
+    whole = model(tokens(vocab)[None]).logits[0]
     return whole[[0, 8, 23]]
 
 
-def our_logits(path: Path, precision: str = "fp64") -> torch.Tensor:
+def our_logits(path: Path, precision: str = "fp64", vocab: int = VOCAB) -> torch.Tensor:
     """What our decoder predicts after 1, 9 and 24 tokens, `[3, vocab]`; any kind of `--checkpoint`."""
     stage, _, _ = load_model(path, precision)
-    return torch.stack([next_token_logits(stage, tokens()[:n]) for n in (1, 9, 24)])
+    return torch.stack([next_token_logits(stage, tokens(vocab)[:n]) for n in (1, 9, 24)])
 
 
 def deviation_of(a: torch.Tensor, b: torch.Tensor) -> float:

@@ -38,7 +38,7 @@ def test_in_and_out_with_equal_logits(tmp_path, kind):
 
 def resolved(folder: Path) -> object:
     """The `model` section that a folder stands for, derived values filled in."""
-    return resolve(config_from({"model": read_huggingface(folder)}), 1, data=False).model
+    return resolve(config_from({"model": read_huggingface(folder), "data": {"seq_length": 8}}), 1, data=False).model
 
 
 @pytest.mark.parametrize("kind", ["smollm", "gpt2"])
