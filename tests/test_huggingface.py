@@ -192,3 +192,25 @@ def test_the_state_of_an_import(tmp_path):
     path = from_huggingface(tmp_path / "hf", tmp_path / "ours")
     assert store.read_state(path)["step"] == 0 and store.list_steps(tmp_path / "ours") == [0]
     assert all(name.startswith("weights/") for name in store.stored_tensors(path))
+
+
+@pytest.mark.parametrize("prefix", [False, True])
+def test_a_sentencepiece_tokenizer_goes_with_the_export(tmp_path, prefix):
+    """transformers makes the same ids of a text as we do, with and without a space that the model puts in front."""
+    import sentencepiece
+    import transformers
+
+    from megafour.data.tokenizer import load_tokenizer
+
+    save_model("llama", tmp_path / "hf", torch.float32)
+    (tmp_path / "text").write_text("the quick brown fox jumps over the lazy dog\n" * 30)
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(tmp_path / "text"), model_prefix=str(tmp_path / "hf" / "tokenizer"), vocab_size=320, model_type="bpe",
+        byte_fallback=True, normalization_rule_name="identity", remove_extra_whitespaces=False, hard_vocab_limit=False,
+        add_dummy_prefix=prefix, minloglevel=2)
+    from_huggingface(tmp_path / "hf", tmp_path / "ours")
+    to_huggingface(tmp_path / "ours", tmp_path / "back")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "back")
+    ours = load_tokenizer("sentencepiece", tmp_path / "back")
+    for text in ("the fox", " the  lazy\n\ndog", "a ü b"):
+        assert theirs.encode(text) == ours.encode(text)

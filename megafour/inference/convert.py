@@ -111,8 +111,18 @@ def _token_ids(folder: Path, tokenizer: Tokenizer | None) -> dict[str, Any]:
 def _tokenizer_files(folder: Path, config: Config) -> dict[str, Path | str]:
     """The tokenizer's files, and what `transformers` must know to open a SentencePiece model as we do."""
     files = huggingface.carried_files(folder)
-    if "tokenizer.model" in files and "tokenizer_config.json" not in files and "tokenizer.json" not in files:
+    model = files.get("tokenizer.model")
+    if isinstance(model, Path) and "tokenizer_config.json" not in files and "tokenizer.json" not in files:
         files["tokenizer_config.json"] = json.dumps({
             "tokenizer_class": "LlamaTokenizer", "add_bos_token": False, "add_eos_token": False, "legacy": False,
-            "clean_up_tokenization_spaces": False, "model_max_length": config.model.max_position_embeddings}, indent=2)
+            "add_prefix_space": _adds_space(model), "clean_up_tokenization_spaces": False,
+            "model_max_length": config.model.max_position_embeddings}, indent=2)
     return files
+
+
+def _adds_space(model: Path) -> bool:
+    """Whether a SentencePiece model puts a space before a text; `transformers` does not ask the model."""
+    import sentencepiece
+
+    pieces = sentencepiece.SentencePieceProcessor(model_file=str(model)).encode("a", out_type=str)
+    return pieces[0].startswith("\u2581")
