@@ -59,6 +59,24 @@ def test_every_mesh_gives_the_loss_of_transformers(pool, tmp_path, kind):
             assert abs(found[0].loss - want) <= 1e-9 * want, (source, mesh)
 
 
+BEGINS = np.array([0, 5, 5, 21, 40])    # one is empty
+
+
+def evaluate_masked(rank: int, world: int, path: str, overrides: list[str], ids: np.ndarray) -> Evaluation:
+    config = settings_for(model_settings(Path(path), ["data.document_mask=true", *overrides], "fp64"), world, len(ids))
+    return evaluate(load_stage(Path(path), config, build_mesh(config, torch.device("cpu"))), ids, "ids", BEGINS)
+
+
+def test_under_a_document_mask_each_document_stands_alone(pool, tmp_path):
+    model = doubled(save_model("llama", tmp_path / "hf"))
+    pieces = [piece for piece in np.split(stream(), BEGINS[1:]) if len(piece) > 1]
+    counts = [len(piece) - 1 for piece in pieces]
+    want = sum(reference(model, p, 64) * n for p, n in zip(pieces, counts, strict=True)) / sum(counts)
+    for world, overrides in ((1, []), (2, ["parallel.cp=2"]), (4, ["parallel.tp=2", "parallel.pp=2"])):
+        for found in pool.run(evaluate_masked, world, str(tmp_path / "hf"), overrides, stream()):
+            assert found.tokens == sum(counts) and abs(found.loss - want) <= 1e-9 * want
+
+
 @pytest.mark.parametrize(("length", "overrides", "world", "window"), [
     (46, ["parallel.tp=3"], 3, 45), (47, ["parallel.tp=3"], 3, 48), (46, ["parallel.cp=2"], 2, 48),
     (46, ["parallel.tp=2", "parallel.cp=2"], 4, 48), (1000, ["data.seq_length=64", "parallel.tp=3"], 3, 63),

@@ -42,13 +42,13 @@ def run(args: argparse.Namespace) -> int:
         raise CheckpointError(f"--hf {args.hf} is no Hugging Face folder: it has no config.json")
     folder = find_model(args.checkpoint or args.hf)
     config = model_settings(folder, args.overrides)
-    stream, where = _stream(args, folder, config)
+    stream, begins, where = _stream(args, folder, config)
     sized = any(word.startswith("train.micro_batch_size=") for word in args.overrides)
-    return _evaluate(folder, config, stream, where, sized, args.json)
+    return _evaluate(folder, config, (stream, where, begins), sized, args.json)
 
 
-def _stream(args: argparse.Namespace, folder: Path, config: Config) -> tuple[np.ndarray, str]:
-    """Token ids, and what to call them."""
+def _stream(args: argparse.Namespace, folder: Path, config: Config) -> tuple[np.ndarray, np.ndarray | None, str]:
+    """Token ids, where documents begin in them (None: one document), and what to call them."""
     import numpy as np
 
     from megafour.data.description import check_tokenizer
@@ -61,31 +61,34 @@ def _stream(args: argparse.Namespace, folder: Path, config: Config) -> tuple[np.
         dataset = IndexedDataset(args.data)
         if tokenizer is not None:
             check_tokenizer(dataset.prefix, tokenizer.info)
-        return dataset.tokens, f"--data {args.data}"
+        ends = np.concatenate([[0], np.cumsum(dataset.lengths, dtype=np.int64)])
+        return dataset.tokens, ends[dataset.documents[:-1]], f"--data {args.data}"
     if tokenizer is None:
         raise DataError(f"{folder} has no tokenizer for --text {args.text}; give tokens with --data PREFIX")
     try:
         text = args.text.read_bytes().decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"--text {args.text} cannot be read as UTF-8 text: {error}") from None
-    return np.asarray(tokenizer.encode(text), dtype=np.int64), f"--text {args.text}"
+    return np.asarray(tokenizer.encode(text), dtype=np.int64), None, f"--text {args.text}"
 
 
-def _evaluate(folder: Path, config: Config, stream: np.ndarray, where: str, sized: bool, as_json: bool) -> int:
-    """Join the world, load this rank's part, evaluate."""
+def _evaluate(folder: Path, config: Config, what: tuple[np.ndarray, str, np.ndarray | None], sized: bool,
+              as_json: bool) -> int:
+    """Join the world, load this rank's part, evaluate `what` (the stream, its name, where documents begin)."""
     from megafour.data.errors import DataError
     from megafour.inference.evaluate import evaluate, settings_for
     from megafour.inference.load import load_stage
     from megafour.mesh import Launch, start_distributed, stop_distributed
     from megafour.trainer.setup import build_mesh
 
+    stream, where, _ = what
     if len(stream) < 2:
         raise DataError(f"{where} has {len(stream)} tokens: the first is never predicted, so it takes two or more")
     launch = Launch.from_environment()
     config = settings_for(config, launch.world, len(stream), config.train.micro_batch_size if sized else None)
     device = launch.device(config.run.device)
     start_distributed(launch, device)
-    result = evaluate(load_stage(folder, config, build_mesh(config, device)), stream, where)
+    result = evaluate(load_stage(folder, config, build_mesh(config, device)), *what)
     if launch.rank == 0:
         numbers = {"loss": result.loss, "perplexity": result.perplexity, "tokens": result.tokens}
         if as_json:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 
 from megafour.config.errors import ConfigError
 from megafour.config.presets import PRESETS
+from megafour.config.rules_context import context_rules, multiples, ulysses_ranks
 from megafour.config.rules_model import model_rules
 from megafour.config.rules_training import training_rules
 from megafour.config.rules_version import version_rules
@@ -32,7 +33,7 @@ def resolve(config: Config, world: int, data: bool = True) -> Config:
     """
     _check(config, version_rules)
     resolved = _filled(config, _data_parallel(config, world))
-    _check(resolved, mesh_rules, model_rules, training_rules)
+    _check(resolved, mesh_rules, model_rules, context_rules, training_rules)
     if data and not resolved.data.train:
         _refuse(config, "data.train is empty: give it at least one dataset, such as data.train=[{path: data/corpus}]")
     return resolved
@@ -40,7 +41,8 @@ def resolve(config: Config, world: int, data: bool = True) -> Config:
 
 def broken_rules(config: Config) -> list[str]:
     """Every broken rule of a configuration whose parallel.dp is a number."""
-    return [message for rules in (version_rules, mesh_rules, model_rules, training_rules) for message in rules(config)]
+    groups = (version_rules, mesh_rules, model_rules, context_rules, training_rules)
+    return [message for rules in groups for message in rules(config)]
 
 
 def _check(config: Config, *groups: Rule) -> None:
@@ -95,7 +97,7 @@ def _filled(config: Config, dp: int) -> Config:
         "model.ffn_hidden_size": model.ffn_size,
         "model.max_position_embeddings": model.max_position_embeddings or config.data.seq_length,
         "parallel.dp": dp,
-        "parallel.context.ulysses": 1 if config.parallel.context.ulysses == "auto" else config.parallel.context.ulysses,
+        "parallel.context.ulysses": ulysses_ranks(config),
         "train.steps": steps,
         "train.tokens": None,
         "lr_schedule.decay_steps": decay,
@@ -111,9 +113,8 @@ def _head_dim(config: Config) -> int:
 
 
 def mesh_rules(config: Config) -> Iterator[str]:
-    """Batch, sequence and layers against the mesh."""
+    """Batch and layers against the mesh."""
     yield from _batch(config)
-    yield from _sequence(config)
     yield from _partition(config)
     yield from _order(config)
 
@@ -124,23 +125,7 @@ def _batch(config: Config) -> Iterator[str]:
     if batch % (dp * micro):
         yield (f"global batch = dp · micro batch · accumulation: train.global_batch_size {batch} is not a multiple of "
                f"parallel.dp {dp} · train.micro_batch_size {micro} = {dp * micro}; set train.global_batch_size to "
-               f"{_multiples(batch, dp * micro)}, or change train.micro_batch_size")
-
-
-def _multiples(value: int, unit: int) -> str:
-    """The multiples of `unit` on both sides of `value`, in words."""
-    below = value // unit * unit
-    return f"{below} or {below + unit}" if below else f"{unit}"
-
-
-def _sequence(config: Config) -> Iterator[str]:
-    seq, cp, tp = config.data.seq_length, config.parallel.cp, config.parallel.tp
-    if cp > 1 and seq % (2 * cp):
-        yield (f"zigzag: data.seq_length {seq} is not a multiple of 2 · parallel.cp {cp} = {2 * cp}; set "
-               f"data.seq_length to {_multiples(seq, 2 * cp)}, or change parallel.cp")
-    elif config.parallel.sequence_parallel and tp > 1 and seq // cp % tp:
-        yield (f"sequence parallel: data.seq_length {seq} / parallel.cp {cp} = {seq // cp} is not a multiple of "
-               f"parallel.tp {tp}; change data.seq_length or set parallel.sequence_parallel=false")
+               f"{multiples(batch, dp * micro)}, or change train.micro_batch_size")
 
 
 def _partition(config: Config) -> Iterator[str]:

@@ -121,7 +121,10 @@ def _tokenizer_files(folder: Path, config: Config) -> dict[str, Path | str]:
 
 
 def _adds_space(model: Path) -> bool:
-    """Whether a SentencePiece model puts a space before a text; `transformers` does not ask the model."""
+    """Whether a SentencePiece model puts a space before a text; `transformers` does not ask the model.
+
+    It puts none before a text that begins with a space, where the model would: there its ids differ from ours.
+    """
     import sentencepiece
 
     pieces = sentencepiece.SentencePieceProcessor(model_file=str(model)).encode("a", out_type=str)

@@ -76,7 +76,8 @@ class Run:
         return BatchLoader(dataset, dp_rank=mesh.group("dp").rank, dp_size=mesh.dp,
                            global_batch_size=cfg.train.global_batch_size, micro_batch_size=cfg.train.micro_batch_size,
                            positions=self.state.stage.build.positions, start_sample=start, workers=workers,
-                           skip_samples=cfg.data.skip_samples if start or dataset is self.datasets.train else ())
+                           skip_samples=cfg.data.skip_samples if start or dataset is self.datasets.train else (),
+                           document_mask=cfg.data.document_mask)
 
     def _on_device(self, batches: list[MicroBatch]) -> list[MicroBatch]:
         device = self.state.mesh.device

@@ -6,9 +6,9 @@ import torch
 
 from megafour.config.schema import Config
 from megafour.mesh import Mesh
-from megafour.model.build import AttentionCore
 from megafour.model.stage import DTYPES, build_stage, initialize
 from megafour.optim.optimizer import ShardedOptimizer
+from megafour.parallel.context import Core
 from megafour.parallel.data.buckets import GradientBuckets
 from megafour.trainer.scaler import LossScaler
 from megafour.trainer.step import TrainState
@@ -20,11 +20,12 @@ def build_mesh(config: Config, device: torch.device, *, ledger: bool | None = No
 
     p = config.parallel
     counting = config.logging.traffic if ledger is None else ledger
-    return Mesh.build(dp=int(p.dp), pp=p.pp, tp=p.tp, cp=p.cp, order=p.order, device=device,
-                      ledger=Ledger() if counting else None)
+    ulysses = int(p.context.ulysses) if p.context.ulysses != "auto" else 1
+    return Mesh.build(dp=int(p.dp), pp=p.pp, tp=p.tp, cp=p.cp, ulysses=ulysses, inner_ring=p.context.inner_ring or 1,
+                      order=p.order, device=device, ledger=Ledger() if counting else None)
 
 
-def build_state(config: Config, mesh: Mesh, vocab_size: int, *, attention: AttentionCore | None = None) -> TrainState:
+def build_state(config: Config, mesh: Mesh, vocab_size: int, *, attention: Core | None = None) -> TrainState:
     """Stage, buckets, optimizer and pipeline of this rank, with initial weights from run.seed."""
     stage = build_stage(config, mesh, vocab_size, attention=attention)
     precision = DTYPES[config.train.precision]

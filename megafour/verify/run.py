@@ -197,7 +197,7 @@ def deviation(got: float, want: float) -> float:
 def _gradients(state: TrainState, wanted: dict[str, Tensor], found: Compared) -> None:
     """Compare this rank's shards of the summed gradients."""
     found.held = []
-    floor = GRADIENT_FLOOR * max(float(g.abs().max()) for g in wanted.values())
+    floor = max(GRADIENT_FLOOR * max(float(g.abs().max()) for g in wanted.values()), 1e-300)
     for bucket in state.buckets.buckets:
         shard = bucket.grads[bucket.shard]
         for param, piece, a, b in bucket.shard_ranges():
