@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from megafour.config.errors import ConfigError
 from megafour.config.presets import PRESETS
 from megafour.config.rules_model import model_rules
+from megafour.config.rules_pipeline import pipeline_rules
 from megafour.config.rules_training import training_rules
 from megafour.config.rules_version import version_rules
 from megafour.config.schema import Config
@@ -114,7 +115,7 @@ def mesh_rules(config: Config) -> Iterator[str]:
     """Batch, sequence and layers against the mesh."""
     yield from _batch(config)
     yield from _sequence(config)
-    yield from _partition(config)
+    yield from pipeline_rules(config)
     yield from _order(config)
 
 
@@ -141,26 +142,6 @@ def _sequence(config: Config) -> Iterator[str]:
     elif config.parallel.sequence_parallel and tp > 1 and seq // cp % tp:
         yield (f"sequence parallel: data.seq_length {seq} / parallel.cp {cp} = {seq // cp} is not a multiple of "
                f"parallel.tp {tp}; change data.seq_length or set parallel.sequence_parallel=false")
-
-
-def _partition(config: Config) -> Iterator[str]:
-    layers, pp, partition = config.model.num_layers, config.parallel.pp, config.parallel.pipeline.partition
-    if pp > layers:
-        yield (f"no empty stage: parallel.pp {pp} is more than model.num_layers {layers}; "
-               f"lower parallel.pp to {layers} or less")
-    if partition == "auto":
-        return
-    counts = [int(count) for count in partition]
-    total = " + ".join(map(str, counts))
-    if len(counts) != pp:
-        yield (f"one count a stage: parallel.pipeline.partition [{', '.join(map(str, counts))}] has {len(counts)} "
-               f"entries and parallel.pp is {pp}; change parallel.pipeline.partition")
-    elif min(counts) < 1:
-        yield (f"no empty stage: parallel.pipeline.partition [{', '.join(map(str, counts))}] gives stage "
-               f"{counts.index(min(counts))} {min(counts)} layers; give each at least 1")
-    elif sum(counts) != layers:
-        yield (f"no layer dropped: parallel.pipeline.partition {total} = {sum(counts)} ≠ model.num_layers {layers}; "
-               "change parallel.pipeline.partition")
 
 
 def _order(config: Config) -> Iterator[str]:

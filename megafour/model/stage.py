@@ -1,7 +1,8 @@
-"""One pipeline stage, built in one place: which layers, embedding and head this rank holds, and their first values."""
+"""What one rank holds, built in one place: which layers, embedding and head, and their first values."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,13 +12,15 @@ from megafour.config.schema import Config
 from megafour.kernels.attention import select_attention
 from megafour.mesh import Mesh
 from megafour.model.build import AttentionCore, Build, Pass
-from megafour.model.decoder import Decoder
+from megafour.model.decoder import Decoder, Part
 from megafour.model.rope import rope_tables
 from megafour.parallel.context import attention_over
 from megafour.parallel.context.layout import Layout
 from megafour.parallel.pieces import named_pieces
 from megafour.parallel.pipeline.partition import partition_layers
+from megafour.parallel.pipeline.select import pipeline_of
 from megafour.parallel.random import normal_rectangle
+from megafour.parallel.tensor.embedding import VocabParallelEmbedding
 
 if TYPE_CHECKING:
     from megafour.data.batch import MicroBatch
@@ -32,20 +35,40 @@ def layout_of(config: Config, mesh: Mesh) -> Layout:
 
 
 class Stage(nn.Module):
-    """A decoder part together with all that its forward needs to know about this rank's tokens."""
+    """The decoder parts of one rank, with all that their forward needs to know about its tokens.
 
-    def __init__(self, build: Build, layers: range) -> None:
+    One part, or one for each virtual stage: `chunk` numbers them in the order in which activations pass them.
+    """
+
+    def __init__(self, build: Build, parts: Sequence[Part]) -> None:
         super().__init__()
         self.build = build
-        pp = build.mesh.group("pp")
-        self.is_first, self.is_last = pp.rank == 0, pp.rank == pp.size - 1
-        self.decoder = Decoder(build, layers, first=self.is_first, last=self.is_last)
+        self.is_first, self.is_last = any(part.first for part in parts), any(part.last for part in parts)
+        self.decoders = nn.ModuleList()
+        shared: VocabParallelEmbedding | None = None
+        for part in parts:
+            decoder = Decoder(build, part, shared, alone=self.is_first and self.is_last)
+            if decoder.embedding is not None and build.model.tie_embeddings:
+                shared = decoder.embedding.token
+            self.decoders.append(decoder)
         self.positions = build.positions.to(build.device)
         self.cos: Tensor | None = None
         self.sin: Tensor | None = None
         if build.model.position == "rope" and build.device.type != "meta":
             self.cos, self.sin = rope_tables(self.positions, build.model.head_size, build.model.rope_theta,
                                              build.model.rope_scaling, build.dtype)
+
+    @property
+    def decoder(self) -> Decoder:
+        """The only part, of a rank without virtual stages."""
+        assert len(self.decoders) == 1
+        return self.part(0)
+
+    def part(self, chunk: int) -> Decoder:
+        """The part of one virtual stage."""
+        decoder = self.decoders[chunk]
+        assert isinstance(decoder, Decoder)
+        return decoder
 
     @property
     def sequence_shard(self) -> slice:
@@ -65,21 +88,22 @@ class Stage(nn.Module):
         return Pass(cos=self.cos, sin=self.sin, seed=cfg.run.seed, step=step, dropout=train,
                     sample_ids=batch.sample_ids, tokens=tokens, recompute=cfg.train.recompute if train else "none")
 
-    def forward(self, batch: MicroBatch, x: Tensor | None, scale: Tensor, *, step: int, train: bool) -> Tensor:
+    def forward(self, batch: MicroBatch, x: Tensor | None, scale: Tensor, *, step: int, train: bool,
+                chunk: int = 0) -> Tensor:
         """Activations `[s(/tp), b, h]`, or on the last stage the scaled sum of token losses, 0-D."""
-        hidden = self.hidden(batch, x, self.make_pass(batch, step=step, train=train))
-        if self.decoder.head is None:
-            return hidden
-        return self.decoder.head.loss(hidden, batch.labels, scale)[0]
+        hidden = self.hidden(batch, x, self.make_pass(batch, step=step, train=train), chunk)
+        head = self.part(chunk).head
+        return hidden if head is None else head.loss(hidden, batch.labels, scale)[0]
 
-    def hidden(self, batch: MicroBatch, x: Tensor | None, passed: Pass) -> Tensor:
-        """Activations after this stage's layers, `[s(/tp), b, h]`."""
-        return self.decoder.hidden(batch.tokens if x is None else x, passed, self.positions[self.sequence_shard])
+    def hidden(self, batch: MicroBatch, x: Tensor | None, passed: Pass, chunk: int = 0) -> Tensor:
+        """Activations after the layers of one part, `[s(/tp), b, h]`."""
+        tokens = batch.tokens if x is None else x
+        return self.part(chunk).hidden(tokens, passed, self.positions[self.sequence_shard])
 
 
 def build_stage(config: Config, mesh: Mesh, vocab_size: int, *, attention: AttentionCore | None = None,
                 device: torch.device | None = None) -> Stage:
-    """Build this rank's stage with uninitialised weights, on the mesh's device unless told (`meta` builds none)."""
+    """Build what this rank holds with uninitialised weights, on the mesh's device unless told (`meta` builds none)."""
     device = device or mesh.device
     dtype = DTYPES[config.train.precision]
     layout = layout_of(config, mesh)
@@ -87,10 +111,13 @@ def build_stage(config: Config, mesh: Mesh, vocab_size: int, *, attention: Atten
         dropout = config.model.attention_dropout > 0
         backend = select_attention(config.kernels.attention, mesh.device.type, dtype, dropout)
         attention = attention_over(config.parallel.context.method, layout, mesh, backend)
-    first, count = partition_layers(config, mesh.pp, vocab_size)[mesh.group("pp").rank]
+    placement = pipeline_of(config).placement
+    spans = partition_layers(config, placement, vocab_size)
+    parts = [Part(range(spans[stage][0], sum(spans[stage])), stage == 0, stage == placement.stages - 1)
+             for stage in placement.stages_of[mesh.group("pp").rank]]
     positions = layout.positions(mesh.group("cp").rank)
     build = Build(config, mesh, dtype, device, attention, vocab_size, positions)
-    return Stage(build, range(first, first + count))
+    return Stage(build, parts)
 
 
 @torch.no_grad()
