@@ -12,14 +12,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from megafour.comm.group import Group, solo
+from megafour.comm.group import Group
 from megafour.comm.ledger import Ledger
-
-AXES = ("tp", "ulysses", "ring", "dp", "pp")
-"""Axes of the grid in the default rank order, fastest first: the chattiest axis gets the nearest ranks."""
-
-ORDERS = {"auto": AXES, "pp-outer": AXES, "pp-inner": ("tp", "ulysses", "ring", "pp", "dp")}
-"""Named rank orders; any other permutation is given as `tp-ulysses-ring-dp-pp`, fastest first."""
+from megafour.config.parallel_schema import AXES, ORDERS
 
 DERIVED = {
     "cp": ("ulysses", "ring"),  # who shares one sequence
@@ -27,6 +22,9 @@ DERIVED = {
     "model": ("tp", "pp"),  # who holds the pieces of one model: the gradient norm is summed here
 }
 """Groups made of several axes, each named by its use."""
+
+Known = dict[tuple[int, ...], dist.ProcessGroup | None]
+"""Process groups by their ranks."""
 
 STARTUP_TIMEOUT = timedelta(minutes=30)
 STEP_TIMEOUT = timedelta(minutes=10)
@@ -120,6 +118,11 @@ class Mesh:
         """Context-parallel degree, ring × ulysses."""
         return self.sizes["ring"] * self.sizes["ulysses"]
 
+    @property
+    def cp_rank(self) -> int:
+        """This rank's place in the layout of a sequence: ulysses ranks adjacent, whatever the order of ranks."""
+        return self.coords["ring"] * self.sizes["ulysses"] + self.coords["ulysses"]
+
     def group(self, name: str) -> Group:
         """The group called `name`: an axis, `cp`, `dp_cp`, `model`, `embedding` or `world`."""
         return self.groups[name]
@@ -136,7 +139,7 @@ class Mesh:
         """`rank 12 (pp1-tp0)`: only the axes larger than one."""
         parts = [f"{axis}{self.coords[axis]}" for axis in ("dp", "pp", "tp") if self.sizes[axis] > 1]
         if self.cp > 1:
-            parts.append(f"cp{self.group('cp').rank}")
+            parts.append(f"cp{self.cp_rank}")
         return f"rank {self.rank}" + (f" ({'-'.join(parts)})" if parts else "")
 
     @property
@@ -151,12 +154,14 @@ class Mesh:
         return cls.build(device=device, ledger=ledger)
 
     @classmethod
-    def build(cls, *, dp: int = 1, pp: int = 1, tp: int = 1, cp: int = 1, ulysses: int = 1, order: str = "auto",
-              device: torch.device | None = None, ledger: Ledger | None = None, rank: int | None = None) -> Mesh:
+    def build(cls, *, dp: int = 1, pp: int = 1, tp: int = 1, cp: int = 1, ulysses: int = 1, inner_ring: int = 1,
+              order: str = "auto", device: torch.device | None = None, ledger: Ledger | None = None,
+              rank: int | None = None) -> Mesh:
         """Build the grid over the default process group (a world of one needs none).
 
         Args:
             dp, pp, tp, cp: degrees of the axes; ulysses divides cp.
+            inner_ring: adjacent ranks of the ring that form an inner one; divides cp / ulysses.
             order: a name of ORDERS, or the axes joined by `-`, fastest first.
             device: where this rank computes.
             ledger: counts the traffic of every group; None counts nothing.
@@ -179,7 +184,12 @@ class Mesh:
         slow_first = axes[::-1]
         grid = torch.arange(world).view([sizes[a] for a in slow_first])
         coords = dict(zip(slow_first, (grid == here).nonzero()[0].tolist(), strict=True))
-        groups, device_mesh = _make_groups(grid, slow_first, here, device, ledger, imagined)
+        groups, device_mesh, known = _make_groups(grid, slow_first, here, device, ledger, imagined)
+        rings = _slices(grid, slow_first, ("ring",))
+        inner = [ring[i:i + inner_ring] for ring in rings for i in range(0, len(ring), inner_ring)]
+        outer = [ring[i::inner_ring] for ring in rings for i in range(inner_ring)]
+        groups["ring_inner"] = _new_group("ring_inner", inner, here, ledger, known)
+        groups["ring_outer"] = _new_group("ring_outer", outer, here, ledger, known)
         return cls(sizes, coords, here, device, groups, ledger, device_mesh)
 
     def kv_replicas(self, num_kv_heads: int) -> Group:
@@ -188,7 +198,7 @@ class Mesh:
         width = tp.size // num_kv_heads if tp.size > num_kv_heads else 1
         first = tp.rank // width * width
         ranks = tp.ranks[first:first + width]
-        known: dict[tuple[int, ...], dist.ProcessGroup | None] = {tp.ranks: tp.pg}
+        known: Known = {tp.ranks: tp.pg}
         if tp.pg is None:
             known[ranks] = None
         return _new_group("kv", [ranks], self.rank, self.ledger, known)
@@ -201,10 +211,11 @@ class Mesh:
 
 
 def _make_groups(grid: torch.Tensor, dims: tuple[str, ...], rank: int, device: torch.device,
-                 ledger: Ledger | None, imagined: bool) -> tuple[dict[str, Group], DeviceMesh | None]:
-    """Every named group that `rank` is in. Groups of the same ranks share one process group."""
+                 ledger: Ledger | None,
+                 imagined: bool) -> tuple[dict[str, Group], DeviceMesh | None, Known]:
+    """Every named group that `rank` is in, and the process groups by ranks: groups of the same ranks share one."""
     world = tuple(range(grid.numel()))
-    known: dict[tuple[int, ...], dist.ProcessGroup | None] = defaultdict(lambda: None) if imagined else {}
+    known: Known = defaultdict(lambda: None) if imagined else {}
     device_mesh = None
     if len(world) > 1 and not imagined:
         known[world] = dist.group.WORLD
@@ -222,7 +233,7 @@ def _make_groups(grid: torch.Tensor, dims: tuple[str, ...], rank: int, device: t
     if device.type == "cuda" and not imagined:
         groups |= _channels(groups["pp"])
     groups["world"] = Group("world", world, rank, known.get(world), ledger)
-    return groups, device_mesh
+    return groups, device_mesh, known
 
 
 def _channels(pp: Group) -> dict[str, Group]:
@@ -243,7 +254,7 @@ def _channels(pp: Group) -> dict[str, Group]:
 
 
 def _slices(grid: torch.Tensor, dims: tuple[str, ...], axes: Iterable[str]) -> list[tuple[int, ...]]:
-    """The rank lists that differ only along `axes`, slowest of them first."""
+    """The rank lists that differ only along `axes`, ascending, as torch sorts the members of a group."""
     inside = sorted(dims.index(a) for a in axes)
     outside = [i for i in range(grid.dim()) if i not in inside]
     width = 1
@@ -253,7 +264,7 @@ def _slices(grid: torch.Tensor, dims: tuple[str, ...], axes: Iterable[str]) -> l
 
 
 def _new_group(name: str, candidates: list[tuple[int, ...]], rank: int, ledger: Ledger | None,
-               known: dict[tuple[int, ...], dist.ProcessGroup | None]) -> Group:
+               known: Known) -> Group:
     """The one of `candidates` that holds `rank`, over a new process group unless the same ranks have one already."""
     ranks = next((c for c in candidates if rank in c), None)
     if ranks is None or len(ranks) == 1:
@@ -262,6 +273,3 @@ def _new_group(name: str, candidates: list[tuple[int, ...]], rank: int, ledger: 
         # Only members call, so ranks outside need not know of the group and nobody waits for the whole world.
         known[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
     return Group(name, ranks, ranks.index(rank), known[ranks], ledger)
-
-
-__all__ = ["AXES", "ORDERS", "Launch", "Mesh", "solo", "start_distributed", "stop_distributed"]

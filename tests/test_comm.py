@@ -25,7 +25,7 @@ def everything(rank: int, world: int) -> dict:
         "reduce": primitives.reduce(x.clone(), group, dst=1),
         "scatter": primitives.scatter(x, group, src=1),
         "gather": primitives.gather(x, group, dst=1),
-        "all_to_all": primitives.all_to_all(x, group, split_dim=0, concat_dim=1),
+        "all_to_all": primitives.all_to_all(x, group),
         "send_recv": primitives.send_recv([(x, (rank + 1) % world)], [(torch.empty_like(x), (rank - 1) % world)],
                                           group).wait()[0],
     }
@@ -43,7 +43,7 @@ def test_primitives_and_their_bytes(pool, world: int) -> None:
         assert out["all_gather"].equal(torch.cat(xs, 1))
         assert out["reduce_scatter"].equal(total[rank : rank + 1])
         assert out["broadcast"].equal(xs[1]) and out["scatter"].equal(xs[1][rank : rank + 1])
-        assert out["all_to_all"].equal(torch.cat([x[rank : rank + 1] for x in xs], 1))
+        assert out["all_to_all"].equal(torch.cat([x[rank : rank + 1] for x in xs]))
         assert out["send_recv"].equal(xs[rank - 1])
         assert out["gather"].equal(torch.cat(xs)) if rank == 1 else out["gather"] is None
         assert rank != 1 or out["reduce"].equal(total)
@@ -62,7 +62,7 @@ def adjoint(rank: int, world: int) -> list[float]:
     """|<f(x), y> - <x, f*(y)>| over all ranks for each pair."""
     group = Mesh.build(tp=world).group("tp")
     pairs = [lambda x: regions.gather_from(x, group), lambda x: regions.reduce_scatter_to(x, group),
-             lambda x: regions.exchange(x, group, 0, 1)]
+             lambda x: regions.exchange(x, group)]
     errors = []
     for index, pair in enumerate(pairs):
         x = torch.randn(4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(rank)).requires_grad_()
@@ -78,6 +78,22 @@ def adjoint(rank: int, world: int) -> list[float]:
 def test_regions_are_conjugate(pool) -> None:
     for errors in pool.run(adjoint, 4):
         assert max(errors) < 1e-10
+
+
+def copied_and_reduced(rank: int, world: int) -> list[list[float]]:
+    """Forward and gradient of `copy_to` and of `reduce_from` where rank r holds r + 1 and its gradient is 10^r."""
+    group = Mesh.build(tp=world).group("tp")
+    found = []
+    for region in (regions.copy_to, regions.reduce_from):
+        x = torch.tensor([rank + 1.0], requires_grad=True)
+        out = region(x, group)
+        out.backward(torch.tensor([10.0**rank]))
+        found.append([float(out), float(x.grad)])
+    return found
+
+
+def test_copy_and_reduce_are_each_others_backward(pool) -> None:
+    assert pool.run(copied_and_reduced, 3) == [[[r + 1.0, 111.0], [6.0, 10.0**r]] for r in range(3)]
 
 
 def test_a_group_of_one_moves_nothing() -> None:

@@ -43,6 +43,25 @@ def resolved(world, *overrides):
     (1, ["model.head_dim=7"], ["rope", "7", "even"]),
     (1, ["model.head_dim=7", "model.position=learned"], None),
     (4, ["parallel.tp=4", "model.ffn_hidden_size=66"], ["model.ffn_hidden_size 66", "parallel.tp 4"]),
+    # How a sequence is split
+    (2, ["parallel.cp=2", "parallel.context.layout=striped", "data.seq_length=18"], None),
+    (2, ["parallel.cp=2", "parallel.context.layout=contiguous", "data.seq_length=17"],
+     ["contiguous", "data.seq_length 17", "parallel.cp 2 = 2", "16 or 18"]),
+    (2, ["parallel.cp=2", "parallel.context.ulysses=2"],
+     ["parallel.context.ulysses = 2 contradicts", "method = ring", "method=usp"]),
+    (4, ["parallel.cp=4", "parallel.context={method: ulysses, ulysses: 2}"],
+     ["parallel.context.ulysses = 2 contradicts", "parallel.cp 4", "method=usp"]),
+    (4, ["parallel.cp=4", "parallel.context={method: usp, ulysses: 3}"],
+     ["parallel.cp 4", "parallel.context.ulysses 3"]),
+    (8, ["parallel.cp=4", "parallel.tp=2", "parallel.context.method=ulysses"],
+     ["model.num_attention_heads 4", "parallel.tp 2 · parallel.context.ulysses 4 = 8", "method usp"]),
+    (4, ["parallel.cp=4", "parallel.context.method=ulysses"], None),    # 2 K/V heads on 4 ranks: repeated
+    (4, ["parallel.cp=4", "parallel.context={method: usp, ulysses: 2}"], None),
+    (4, ["parallel.cp=4", "parallel.context.inner_ring=2"], ["parallel.context.inner_ring = 2", "double_ring"]),
+    (4, ["parallel.cp=4", "parallel.context.method=double_ring"], ["needs parallel.context.inner_ring"]),
+    (4, ["parallel.cp=4", "parallel.context={method: double_ring, inner_ring: 3}"],
+     ["parallel.cp 4", "parallel.context.inner_ring 3"]),
+    (1, ["model.attention_window=[4, null]", "data.document_mask=true"], None),
     # Layers
     (8, ["parallel.pp=8"], ["parallel.pp 8", "model.num_layers 4"]),
     (2, ["parallel.pp=2", "parallel.pipeline.partition=[1, 2]"], ["1 + 2 = 3", "model.num_layers 4"]),
@@ -83,10 +102,16 @@ def resolved(world, *overrides):
     (1, ["data.train=[]"], ["data.train is empty"]),
     (1, ["data.train=[{path: a, weight: 0}]"], ["data.train", "add up to 0"]),
     (1, ["data.valid={web: []}"], ["data.valid.web is empty"]),
+    (1, ["data.valid={web: [{path: a, weight: 1}, {path: b, weight: 2}]}"], ["data.valid.web", "equal", "1, 2"]),
+    (1, ["data.valid={web: [{path: a, weight: 2}, {path: b, weight: 2}]}"], None),
+    (1, ["train.steps=9", "logging.profile=10"], ["logging.profile = 10", "train.steps is 9"]),
+    (1, ["train.steps=10", "logging.profile=10"], None),
     (1, ["data.split='98,2'", "eval.every=10"], None),
     (1, ["data.split='1,2,3,4'"], ["data.split = 1,2,3,4", "98,1,1"]),
     (1, ["data.split=most"], ["data.split = most"]),
     (1, ["data.split='0,1'"], ["share of train"]),
+    (1, ["data.split='nan,1'"], ["data.split = nan,1", "98,1,1"]),
+    (1, ["data.split='98,inf'"], ["data.split = 98,inf", "98,1,1"]),
     (1, ["data.split='98,2'", "data.valid={valid: [{path: a}]}"], ["data.split", "data.valid.valid"]),
     (1, ["eval.every=10"], ["eval.every = 10", "data.valid or data.split"]),
     (1, ["data.tokenizer={kind: tiktoken}"], ["data.tokenizer.path"]),
@@ -108,8 +133,6 @@ def test_rules_between_keys(world, overrides, words):
 
 
 @pytest.mark.parametrize("override", [
-    "model.attention_window=8", "data.document_mask=true", "parallel.context.method=ulysses",
-    "parallel.context.layout=striped", "parallel.context.ulysses=2", "parallel.context.inner_ring=2",
     "parallel.ep=2", "parallel.zero_stage=2",
     "parallel.zero_stage=3", "checkpoint.asynchronous=true", "logging.timeline=true",
 ])
@@ -139,8 +162,25 @@ def test_auto_values_are_filled_in():
     assert resolve(config, 16) == config
 
 
+def test_auto_ulysses_follows_method_and_key_value_heads():
+    def ranks(*overrides):
+        return resolved(4, "parallel.cp=4", *overrides).parallel.context.ulysses
+
+    assert ranks() == 1 and ranks("parallel.context.method=ulysses") == 4
+    assert ranks("parallel.context.method=usp") == 2    # 2 K/V heads: none is repeated
+    assert ranks("parallel.context.method=usp", "model.num_key_value_heads=1") == 1
+
+
+def test_a_pattern_of_windows_repeats_over_the_layers():
+    model = resolved(1, "model.attention_window=[4, 8, null]").model
+    assert [model.window(layer) for layer in range(4)] == [4, 8, None, 4]
+    for wrong in ("[]", "[0]", "0", "[4, x]"):
+        with pytest.raises(ConfigError, match="model.attention_window"):
+            resolved(1, f"model.attention_window={wrong}")
+
+
 def test_broken_rules_lists_all():
-    config = resolved(1).replace({"parallel.tp": 3, "train.micro_batch_size": 3, "data.document_mask": True})
+    config = resolved(1).replace({"parallel.tp": 3, "train.micro_batch_size": 3, "parallel.ep": 2})
     messages = broken_rules(config)
     assert len(messages) == 6 and all(" " in message for message in messages)
 

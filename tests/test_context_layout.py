@@ -5,18 +5,18 @@ import math
 import pytest
 import torch
 
-from megafour.parallel.context.layout import Layout, document_positions
+from megafour.parallel.context.layout import LAYOUTS, Layout, document_starts
 from megafour.parallel.context.merge import merge_
 
 
+@pytest.mark.parametrize("kind", LAYOUTS)
 @pytest.mark.parametrize("cp,seq", [(1, 7), (1, 16), (2, 8), (2, 16), (3, 18), (4, 64), (8, 16)])
-def test_a_layout_is_a_bijection(cp, seq):
-    layout = Layout(seq, cp)
+def test_a_layout_is_a_bijection(cp, seq, kind):
+    layout = Layout(seq, cp, kind)
     held = [layout.positions(r) for r in range(cp)]
     assert all(len(p) == layout.local_length == seq // cp for p in held)
     assert torch.cat(held).sort().values.tolist() == list(range(seq))
-    for rank, positions in enumerate(held):
-        assert [i for chunk in layout.chunks(rank) for i in chunk] == positions.tolist()
+    for positions in held:
         assert positions.tolist() == sorted(positions.tolist())
 
 
@@ -25,9 +25,17 @@ def test_zigzag_levels_the_causal_work():
     assert len(set(work)) == 1
 
 
+def test_layouts_hold_what_their_names_say():
+    assert [Layout(8, 2, "striped").positions(r).tolist() for r in (0, 1)] == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    assert [Layout(8, 2, "contiguous").positions(r).tolist() for r in (0, 1)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert Layout(16, 4).shared_positions(2, 2).tolist() == [4, 5, 10, 11, 6, 7, 8, 9]
+
+
 def test_bad_layouts_are_refused_with_their_numbers():
     with pytest.raises(ValueError, match=r"seq_length 20 % \(2 · cp 4\)"):
         Layout(20, 4)
+    with pytest.raises(ValueError, match=r"seq_length 18 % cp 4"):
+        Layout(18, 4, "striped")
     with pytest.raises(ValueError, match="layout=diagonal"):
         Layout(16, 2, "diagonal")
 
@@ -36,14 +44,14 @@ def test_a10_rope_positions_restart_per_document_wherever_the_token_lives():
     ids = torch.tensor([0] * 5 + [1] * 3)
     layout = Layout(8, 2)
     assert [layout.positions(r).tolist() for r in (0, 1)] == [[0, 1, 6, 7], [2, 3, 4, 5]]
-    restarted = document_positions(ids)
+    restarted = torch.arange(8) - document_starts(ids)
     assert restarted[layout.positions(0)].tolist() == [0, 1, 1, 2]
     assert restarted[layout.positions(1)].tolist() == [2, 3, 4, 0]
 
 
-def test_document_positions_of_a_batch_with_documents_of_one_token():
+def test_document_starts_of_a_batch_with_documents_of_one_token():
     ids = torch.tensor([[0, 1, 1, 2, 3, 3], [4, 4, 4, 4, 4, 4]])
-    assert document_positions(ids).tolist() == [[0, 0, 1, 0, 0, 1], [0, 1, 2, 3, 4, 5]]
+    assert document_starts(ids).tolist() == [[0, 1, 1, 3, 4, 4], [0, 0, 0, 0, 0, 0]]
 
 
 @pytest.mark.parametrize("cp", [1, 2, 4])

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megafour.cost.flops import layer_parameters, mfu, model_flops
+from megafour.cost.flops import layer_parameters, mfu, model_flops, seen_keys
 
 
 def llama(**changes):
@@ -18,7 +18,7 @@ def test_yardstick():
     flops = model_flops(llama(), 1024)
     assert flops.per_token == 265_079_808
     assert flops.per_token_full_attention == flops.per_token + 6 * 8 * 512 * 1024
-    assert flops.head / flops.layer == pytest.approx(4.7, abs=0.05)  # a head costs as much as 4.7 of these layers
+    assert flops.head / flops.layers[0] == pytest.approx(4.7, abs=0.05)  # a head costs as much as 4.7 of these layers
 
 
 def test_layer_parameters():
@@ -32,7 +32,18 @@ def test_layer_parameters():
 def test_vocabulary_and_attention_width():
     assert model_flops(llama(vocab_size="auto"), 1024, 32000) == model_flops(llama(), 1024)
     wide = model_flops(llama(head_size=128), 1024)
-    assert wide.layer_attention == 2 * model_flops(llama(), 1024).layer_attention
+    assert wide.attention[0] == 2 * model_flops(llama(), 1024).attention[0]
+
+
+def test_windows_count_the_pairs_that_see_each_other():
+    for seq, window in ((64, 64), (64, 10), (64, 1), (64, None)):
+        pairs = sum(min(i + 1, window or seq) for i in range(seq))
+        # a pair on the diagonal, or on the window's far edge, counts half, as in the S/2 of the causal mask
+        assert abs(seen_keys(seq, window) * seq / 2 - pairs) <= seq / 2 + seq
+    assert seen_keys(64) == 64 and seen_keys(4096, 8192) == 4096
+    mixed = model_flops(llama(window=lambda layer: [None, 128][layer % 2]), 1024)
+    assert mixed.attention[0] == 6 * 512 * 1024 and mixed.attention[1] == 6 * 512 * 240
+    assert mixed.per_token < mixed.per_token_full_attention == model_flops(llama(), 1024).per_token_full_attention
 
 
 def test_mfu():

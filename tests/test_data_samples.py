@@ -269,7 +269,9 @@ def test_positions_restart_in_each_document(tmp_path):  # case A10
     parts = [collate(rows, torch.arange(1), zigzag(8, 2, rank), document_ids=ids) for rank in range(2)]
     assert [part.tokens[0].tolist() for part in parts] == [[0, 1, 6, 7], [2, 3, 4, 5]]
     assert [part.positions[0].tolist() for part in parts] == [[0, 1, 1, 2], [2, 3, 4, 0]]
-    assert parts[0].document_ids.tolist() == [[0, 0, 1, 1]]
+    assert all(part.document_starts.tolist() == [[0, 0, 0, 0, 0, 5, 5, 5]] for part in parts)
+    # the first document's last token has no label: it does not see what it would predict
+    assert [part.labels[0].tolist() for part in parts] == [[1, 2, 7, 8], [3, 4, IGNORE, 6]]
     assert collate(rows, torch.arange(1), zigzag(8, 2, 0)).positions.tolist() == [0, 1, 6, 7]
 
 

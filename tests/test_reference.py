@@ -7,6 +7,7 @@ import torch
 
 from megafour.config.load import config_from
 from megafour.config.rules import resolve
+from megafour.data.batch import MicroBatch
 from megafour.mesh import Mesh
 from megafour.model.stage import build_stage, initialize
 from megafour.parallel.pieces import named_pieces
@@ -99,7 +100,8 @@ def check(stage, model, slot) -> None:
         for param, piece in named_pieces(stage):
             slot({k: v.data for k, v in params.items()}, piece.name, len(piece.shape)).copy_(piece.view(param))
     tokens, labels = batch()
-    loss = reference_loss(stage, tokens, labels)
+    ids = torch.arange(len(tokens))
+    loss = reference_loss(stage, MicroBatch(tokens, labels, stage.positions, ids, ids))
     loss.backward()
     logits = model(tokens).logits
     theirs = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")

@@ -95,15 +95,52 @@ def layer_skipped():
 @contextmanager
 def wrong_chunk_at_a_ring_step():
     """From an earlier rank the second half of the keys is taken instead of the first."""
+    from megafour.parallel.context.blocks import Places
+
+    real = Places.blocks
+
+    def wrong(self, mask, queries, keys):
+        blocks = real(self, mask, queries, keys)
+        half = len(self.positions[keys]) // 2
+        return blocks if keys >= queries else [replace(block, keys=slice(half, 2 * half)) for block in blocks]
+
+    with mock.patch.object(Places, "blocks", wrong):
+        yield
+
+
+@contextmanager
+def key_gradients_one_hop_short():
+    """The last rank keeps the gradients of keys that are another's."""
+    from megafour.comm.primitives import Pending
     from megafour.parallel.context.ring import Ring
 
-    real = Ring.block
+    real = Ring.hop_home
 
-    def wrong(self, step, length):
-        rows, keys, causal = real(self, step, length)
-        return (rows, slice(length // 2, length), causal) if keys.stop < length else (rows, keys, causal)
+    def short(self, step, sent, received, home):
+        return real(self, step, sent, received, home) if step < self.steps else Pending(home.copy_(sent))
 
-    with mock.patch.object(Ring, "block", wrong):
+    with mock.patch.object(Ring, "hop_home", short):
+        yield
+
+
+@contextmanager
+def rope_by_local_index():
+    """Every rank counts its own tokens from 0."""
+    from megafour.model.stage import Stage
+
+    real = Stage.rope
+    with mock.patch.object(Stage, "rope", lambda self, positions: real(
+            self, torch.arange(len(positions)).unsqueeze(1).expand_as(positions))):
+        yield
+
+
+@contextmanager
+def mean_of_rank_means():
+    """Every rank divides by its own valid tokens, and the ranks' means are averaged."""
+    from megafour.trainer import step
+
+    with mock.patch.object(step, "count_valid_tokens", lambda batches, mesh: mesh.dp * mesh.cp * max(
+            1, sum(batch.valid_tokens() for batch in batches))):
         yield
 
 
@@ -123,6 +160,9 @@ FAULTS = [    # fault, mesh, where the worst parameter is, which parameters must
     (label_lost_at_a_boundary, "cp2", EVERY, EVERY),
     (kv_heads_swapped, "tp2", r"layers\.1\.attention.*", KV),
     (layer_skipped, "pp2", r"layers\.1\..*", r"layers\.1\..*"),
+    (key_gradients_one_hop_short, "cp4", r"layers\.\d\..*", r"layers\.\d\.attention\.w[kv]\.weight"),
+    (rope_by_local_index, "cp2", EVERY, r"layers\.\d\.attention\.w[qk]\.weight"),
+    (mean_of_rank_means, "dp2-cp2", EVERY, EVERY),
     (wrong_chunk_at_a_ring_step, "cp2", r"layers\.\d\.attention.*", r"layers\.\d\.attention\.w[qkvo]\.weight"),
 ]
 
@@ -156,3 +196,35 @@ def test_an_error_on_a_rank_is_a_failed_row(pool):
     outcome = check(pool, case("dp2"), 2, plant=raises_on_one_rank)
     assert not outcome.passed
     assert outcome.error is not None and outcome.error.startswith("rank 1: KeyError: 'layers.3'")
+
+
+@pytest.mark.parametrize("activation", ["geglu", "gelu"])
+def test_activations_that_no_family_has(pool, activation):
+    config = config_from({"model": {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 8,
+                                    "num_key_value_heads": 4, "activation": activation, "linear_bias": True},
+                          "train": {"global_batch_size": 2}})
+    outcome = check(pool, user_cases(config, [parse_mesh("pp2-tp2-cp2")], 2)[0], 2)
+    assert outcome.passed, outcome
+
+
+def rounded(precision: str, mesh: str, **model):
+    """A case at the rate of 2e-3, at which two sound 16-bit meshes would part ways."""
+    config = config_from({"model": {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 8, **model},
+                          "train": {"global_batch_size": 2}, "optimizer": {"lr": 2e-3},
+                          "lr_schedule": {"min_lr": 1e-3}})
+    return user_cases(config, [parse_mesh(mesh)], 3, precision)[0]
+
+
+GPT2 = {"norm": "layernorm", "activation": "gelu_tanh", "position": "learned", "qkv_bias": True, "linear_bias": True}
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("model", [{"num_key_value_heads": 4, "qk_norm": True}, GPT2], ids=["llama", "gpt2"])
+def test_rounding_alone_passes_and_a_fault_does_not(pool, precision, model):
+    """GPT-2's key bias has no gradient but rounding."""
+    for mesh in ("pp2", "tp2-cp2"):
+        outcome = check(pool, rounded(precision, mesh, **model), 3, precision=precision)
+        assert outcome.passed, outcome
+    for mesh, fault in (("tp2", norm_sync_dropped), ("cp2", loss_scaled_by_cp), ("cp2", label_lost_at_a_boundary)):
+        outcome = check(pool, rounded(precision, mesh, **model), 3, precision=precision, plant=fault)
+        assert not outcome.passed and outcome.error is None and outcome.gradient > 0.25, (mesh, outcome)

@@ -62,10 +62,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _cases(config: Any, args: argparse.Namespace) -> list[Case]:
-    from megafour.verify.matrix import DEFAULT_MESHES, covering_array, parse_mesh
+    from megafour.verify.matrix import DEFAULT_MESHES, OPTION_MESHES, covering_array, parse_mesh
     from megafour.verify.shrink import option_case, user_cases
 
-    words = list(dict.fromkeys(args.mesh or DEFAULT_MESHES))
+    words = list(dict.fromkeys(args.mesh or (OPTION_MESHES if args.options == "all" else DEFAULT_MESHES)))
     meshes = [parse_mesh(word) for word in words]
     cases = user_cases(config, meshes, args.steps, args.dtype, args.device)
     if args.options == "all":

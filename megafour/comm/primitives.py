@@ -129,15 +129,15 @@ def gather(x: Tensor, group: Group, dst: int = 0, dim: int = 0) -> Tensor | None
     return torch.cat(pieces, dim=dim) if pieces is not None else None
 
 
-def all_to_all(x: Tensor, group: Group, split_dim: int, concat_dim: int) -> Tensor:
-    """Split `x` along `split_dim`, send slice i to rank i, concatenate what arrives along `concat_dim`."""
+def all_to_all(x: Tensor, group: Group) -> Tensor:
+    """Send the i-th of `size` equal blocks of dim 0 to rank i; block j of the result came from rank j."""
     if group.size == 1:
         return x
-    sent = torch.stack(x.chunk(group.size, split_dim)).contiguous()
-    received = torch.empty_like(sent)
-    group.record("all_to_all", _nbytes(sent) * (group.size - 1) / group.size)
-    dist.all_to_all_single(received, sent, group=group.pg)
-    return torch.cat(received.unbind(0), dim=concat_dim)
+    x = x.contiguous()
+    received = torch.empty_like(x)
+    group.record("all_to_all", _nbytes(x) * (group.size - 1) / group.size)
+    dist.all_to_all_single(received, x, group=group.pg)
+    return received
 
 
 def send_recv(sends: Sequence[tuple[Tensor, int]], recvs: Sequence[tuple[Tensor, int]], group: Group) -> Pending:

@@ -56,13 +56,13 @@ class _ReduceScatter(torch.autograd.Function):
 
 class _AllToAll(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, split_dim: int, concat_dim: int) -> Tensor:
-        ctx.args = (group, concat_dim, split_dim)
-        return primitives.all_to_all(x, group, split_dim, concat_dim)
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return primitives.all_to_all(x, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return primitives.all_to_all(grad, *ctx.args), None, None, None
+        return primitives.all_to_all(grad, ctx.group), None
 
 
 def copy_to(x: Tensor, group: Group) -> Tensor:
@@ -85,6 +85,6 @@ def reduce_scatter_to(x: Tensor, group: Group, dim: int = 0) -> Tensor:
     return x if group.size == 1 else _ReduceScatter.apply(x, group, dim)
 
 
-def exchange(x: Tensor, group: Group, split_dim: int, concat_dim: int) -> Tensor:
-    """All-to-all from `split_dim` to `concat_dim`; the inverse exchange is its own backward."""
-    return x if group.size == 1 else _AllToAll.apply(x, group, split_dim, concat_dim)
+def exchange(x: Tensor, group: Group) -> Tensor:
+    """All-to-all of the blocks of dim 0, one for each rank; it is its own inverse and its own backward."""
+    return x if group.size == 1 else _AllToAll.apply(x, group)

@@ -1,6 +1,8 @@
 """The `model` section: the shape of the decoder."""
 
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from megafour.config.base import Count, Positive, Rate, Section, Text
 
@@ -97,8 +99,9 @@ class ModelConfig(Section):
     tie_embeddings: bool = False
     """The head uses the embedding's weight."""
 
-    attention_window: Count | None = None
-    """Tokens that a query sees, itself included. Null: all before it."""
+    attention_window: Count | Annotated[list[Count | None], Field(min_length=1)] | None = None
+    """Tokens that a query sees, itself included. Null: all before it. A list is a pattern over the layers, repeated:
+    `[1024, 1024, null]`."""
 
     attention_dropout: Rate = 0.0
     """Probability that an attention weight is dropped. Above 0 attention runs on the plain blockwise backend."""
@@ -118,6 +121,11 @@ class ModelConfig(Section):
     def kv_heads(self) -> int:
         """Number of key/value heads."""
         return self.num_key_value_heads or self.num_attention_heads
+
+    def window(self, layer: int) -> int | None:
+        """Tokens that a query of this layer sees; None: all before it."""
+        pattern = self.attention_window
+        return pattern[layer % len(pattern)] if isinstance(pattern, list) else pattern
 
     @property
     def gated(self) -> bool:

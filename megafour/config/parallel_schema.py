@@ -6,22 +6,36 @@ from pydantic import Field
 
 from megafour.config.base import Count, Section, Text
 
+AXES = ("tp", "ulysses", "ring", "dp", "pp")
+"""Axes of the grid in the default rank order, fastest first: the chattiest axis gets the nearest ranks. cp is ulysses ·
+ring."""
+
+ORDERS = {"auto": AXES, "pp-outer": AXES, "pp-inner": ("tp", "ulysses", "ring", "pp", "dp")}
+"""Named rank orders; any other permutation is given as `tp-ulysses-ring-dp-pp`, fastest first."""
+
 
 class ContextConfig(Section):
     """How a long sequence is split over the cp axis."""
 
     method: Literal["ring", "double_ring", "ulysses", "usp", "all_gather"] = "ring"
-    """How queries meet keys that live on other ranks. This version: `ring`."""
+    """How queries meet keys that live on other ranks. `ring`: keys travel point to point, overlapped with compute.
+    `double_ring`: a ring inside a node in a ring across nodes. `ulysses`: an all-to-all splits heads instead.
+    `usp`: ulysses inside, a ring outside. `all_gather`: every rank gathers the keys, a head at a time."""
 
     layout: Literal["zigzag", "contiguous", "striped"] = "zigzag"
-    """Which positions a rank holds. This version: `zigzag` (rank r of R holds chunks r and 2R-1-r of 2R), which levels
-    the work of causal attention."""
+    """Which positions rank r of R holds. `zigzag`: chunks r and 2R-1-r of 2R, which levels the work of causal
+    attention; `striped`: every R-th token from r, which levels it too; `contiguous`: chunk r of R, which does not."""
 
     ulysses: Literal["auto"] | Count = "auto"
-    """Ranks of the cp axis that split heads instead of the sequence. This version: `auto`, or 1."""
+    """Ranks of the cp axis that split heads instead of the sequence; cp = ring · ulysses. `auto`: all of them for
+    `ulysses`, as many as divide cp and the key/value heads of a rank for `usp`, else 1."""
 
     inner_ring: Count | None = None
-    """Ranks of the inner ring of `double_ring`. This version: null."""
+    """Adjacent ranks of the inner ring of `double_ring`: those of one node. Null for every other method."""
+
+    fp32_blocks: bool = False
+    """Compute 16-bit attention blocks in fp32, so that joining them adds no rounding: more compute, no more error than
+    on one rank."""
 
 
 class PipelineConfig(Section):

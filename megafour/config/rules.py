@@ -3,7 +3,9 @@
 from collections.abc import Callable, Iterator
 
 from megafour.config.errors import ConfigError
+from megafour.config.parallel_schema import AXES, ORDERS
 from megafour.config.presets import PRESETS
+from megafour.config.rules_context import context_rules, multiples, ulysses_ranks
 from megafour.config.rules_model import model_rules
 from megafour.config.rules_pipeline import pipeline_rules
 from megafour.config.rules_training import training_rules
@@ -12,9 +14,6 @@ from megafour.config.schema import Config
 
 Rule = Callable[[Config], Iterator[str]]
 """Yields one message for each way in which a configuration breaks it."""
-
-AXES = ("tp", "ulysses", "ring", "dp", "pp")
-"""Axes of `parallel.order`; cp is ulysses · ring."""
 
 
 def resolve(config: Config, world: int, data: bool = True) -> Config:
@@ -33,15 +32,22 @@ def resolve(config: Config, world: int, data: bool = True) -> Config:
     """
     _check(config, version_rules)
     resolved = _filled(config, _data_parallel(config, world))
-    _check(resolved, mesh_rules, model_rules, training_rules)
+    _check(resolved, mesh_rules, model_rules, context_rules, training_rules)
     if data and not resolved.data.train:
         _refuse(config, "data.train is empty: give it at least one dataset, such as data.train=[{path: data/corpus}]")
     return resolved
 
 
+def smallest_world(config: Config) -> int:
+    """The fewest ranks that the mesh of a configuration as loaded takes: pp · tp · cp, and dp where it is a number."""
+    p = config.parallel
+    return p.pp * p.tp * p.cp * (1 if p.dp == "auto" else int(p.dp))
+
+
 def broken_rules(config: Config) -> list[str]:
     """Every broken rule of a configuration whose parallel.dp is a number."""
-    return [message for rules in (version_rules, mesh_rules, model_rules, training_rules) for message in rules(config)]
+    groups = (version_rules, mesh_rules, model_rules, context_rules, training_rules)
+    return [message for rules in groups for message in rules(config)]
 
 
 def _check(config: Config, *groups: Rule) -> None:
@@ -96,7 +102,7 @@ def _filled(config: Config, dp: int) -> Config:
         "model.ffn_hidden_size": model.ffn_size,
         "model.max_position_embeddings": model.max_position_embeddings or config.data.seq_length,
         "parallel.dp": dp,
-        "parallel.context.ulysses": 1 if config.parallel.context.ulysses == "auto" else config.parallel.context.ulysses,
+        "parallel.context.ulysses": ulysses_ranks(config),
         "train.steps": steps,
         "train.tokens": None,
         "lr_schedule.decay_steps": decay,
@@ -112,9 +118,8 @@ def _head_dim(config: Config) -> int:
 
 
 def mesh_rules(config: Config) -> Iterator[str]:
-    """Batch, sequence and layers against the mesh."""
+    """Batch and layers against the mesh."""
     yield from _batch(config)
-    yield from _sequence(config)
     yield from pipeline_rules(config)
     yield from _order(config)
 
@@ -125,28 +130,12 @@ def _batch(config: Config) -> Iterator[str]:
     if batch % (dp * micro):
         yield (f"global batch = dp · micro batch · accumulation: train.global_batch_size {batch} is not a multiple of "
                f"parallel.dp {dp} · train.micro_batch_size {micro} = {dp * micro}; set train.global_batch_size to "
-               f"{_multiples(batch, dp * micro)}, or change train.micro_batch_size")
-
-
-def _multiples(value: int, unit: int) -> str:
-    """The multiples of `unit` on both sides of `value`, in words."""
-    below = value // unit * unit
-    return f"{below} or {below + unit}" if below else f"{unit}"
-
-
-def _sequence(config: Config) -> Iterator[str]:
-    seq, cp, tp = config.data.seq_length, config.parallel.cp, config.parallel.tp
-    if cp > 1 and seq % (2 * cp):
-        yield (f"zigzag: data.seq_length {seq} is not a multiple of 2 · parallel.cp {cp} = {2 * cp}; set "
-               f"data.seq_length to {_multiples(seq, 2 * cp)}, or change parallel.cp")
-    elif config.parallel.sequence_parallel and tp > 1 and seq // cp % tp:
-        yield (f"sequence parallel: data.seq_length {seq} / parallel.cp {cp} = {seq // cp} is not a multiple of "
-               f"parallel.tp {tp}; change data.seq_length or set parallel.sequence_parallel=false")
+               f"{multiples(batch, dp * micro)}, or change train.micro_batch_size")
 
 
 def _order(config: Config) -> Iterator[str]:
     order = config.parallel.order
-    if order in ("auto", "pp-outer", "pp-inner") or sorted(order.split("-")) == sorted(AXES):
+    if order in ORDERS or sorted(order.split("-")) == sorted(AXES):
         return
-    yield (f"parallel.order = {order} is not an order of ranks: use auto, pp-outer, pp-inner, or {', '.join(AXES)} "
+    yield (f"parallel.order = {order} is not an order of ranks: use {', '.join(ORDERS)}, or {', '.join(AXES)} "
            f"each once, fastest first, joined by -, such as {'-'.join(AXES)}")

@@ -15,20 +15,7 @@ def version_rules(config: Config) -> Iterator[str]:
 
 def _table(config: Config) -> Iterator[tuple[str, object, bool, str]]:
     """(key, value, whether it is refused, what to set instead)."""
-    model, parallel = config.model, config.parallel
-    context = parallel.context
-    yield ("model.attention_window", model.attention_window, model.attention_window is not None,
-           "attention sees all earlier tokens; set model.attention_window=null")
-    yield ("data.document_mask", config.data.document_mask, config.data.document_mask,
-           "packed documents see each other; set data.document_mask=false")
-    yield ("parallel.context.method", context.method, context.method != "ring",
-           "the one method is ring; set parallel.context.method=ring")
-    yield ("parallel.context.layout", context.layout, context.layout != "zigzag",
-           "the one layout is zigzag; set parallel.context.layout=zigzag")
-    yield ("parallel.context.ulysses", context.ulysses, context.ulysses not in ("auto", 1),
-           "the whole cp axis is a ring; set parallel.context.ulysses=auto")
-    yield ("parallel.context.inner_ring", context.inner_ring, context.inner_ring is not None,
-           "there is one ring; set parallel.context.inner_ring=null")
+    parallel = config.parallel
     yield ("parallel.ep", parallel.ep, parallel.ep != 1, "there are no experts to split; set parallel.ep=1")
     yield ("parallel.zero_stage", parallel.zero_stage, parallel.zero_stage > 1,
            "gradients and weights are not sharded; set parallel.zero_stage to 0 or 1")

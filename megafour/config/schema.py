@@ -62,7 +62,8 @@ class DataConfig(Section):
     """Tokens in a sample."""
 
     document_mask: bool = False
-    """Packed documents do not see each other. This version: false."""
+    """Packed documents do not see each other: attention and positions begin anew in each, and its last token has no
+    label. False: a sample is one text."""
 
     skip_samples: list[Index] = []
     """Samples that are never trained on: their numbers in the run's order, as the line of a skipped step gives them."""

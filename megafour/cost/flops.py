@@ -3,7 +3,8 @@
 Convention: a parameter that multiplies a token's activations costs 6 FLOPs a token (2 forward, 4 backward), so 6·N
 with N every parameter but the looked-up embeddings (a tied embedding counts once, as the head). Attention's two
 products over the sequence cost 12·L·H·S a token when every pair of tokens is counted and half of that, 6·L·H·S, when
-only the causal half is, which is what is computed; H = heads × head size. Recomputation is not counted: model FLOPs.
+only the causal half is, which is what is computed; H = heads × head size. A window of W tokens counts W·(2 - W/S) of
+S in place of S. Recomputation is not counted, and packed documents are counted as one text: model FLOPs.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-GATED = ("swiglu", "geglu", "reglu", "glu")
+GATED = ("swiglu", "geglu")
 """Activations whose MLP has a third matrix, the gate."""
 
 
@@ -21,28 +22,34 @@ class Flops:
 
     layer_linear: int
     """6 × the parameters of one layer."""
-    layer_attention: int
-    """The causal half of one layer's products over the sequence: 6·H·S."""
+    attention: tuple[int, ...]
+    """Each layer's products over the pairs of tokens that see each other: 6·H·S, the causal half, without a window."""
     head: int
     """6 × the parameters of the output projection and the last norm."""
     embedding: int
     """The lookup: no multiplication; counted as reading, adding and accumulating one row (3·hidden)."""
-    num_layers: int
+    attention_all_pairs: int
+    """One layer's products over every pair of tokens: 12·H·S."""
 
     @property
-    def layer(self) -> int:
-        """One decoder layer."""
-        return self.layer_linear + self.layer_attention
+    def num_layers(self) -> int:
+        """Decoder layers."""
+        return len(self.attention)
+
+    @property
+    def layers(self) -> list[int]:
+        """Each decoder layer."""
+        return [self.layer_linear + attention for attention in self.attention]
 
     @property
     def per_token(self) -> int:
         """The whole model, causal attention counted half; the lookup is left out, as everybody does."""
-        return self.num_layers * self.layer + self.head
+        return sum(self.layers) + self.head
 
     @property
     def per_token_full_attention(self) -> int:
         """The whole model with attention counted as 12·L·H·S, as Megatron and nanoGPT do."""
-        return self.per_token + self.num_layers * self.layer_attention
+        return self.per_token - sum(self.attention) + self.num_layers * self.attention_all_pairs
 
 
 def layer_parameters(model: Any) -> int:
@@ -66,13 +73,26 @@ def norm_parameters(model: Any) -> int:
 def model_flops(model: Any, seq_length: int, vocab_size: int | None = None) -> Flops:
     """FLOPs a token of `model` at `seq_length` tokens; `vocab_size` replaces the model's own where that is `auto`."""
     vocabulary = int(model.vocab_size) if vocab_size is None else vocab_size
+    heads = model.num_attention_heads * model.head_size
     return Flops(
         layer_linear=6 * layer_parameters(model),
-        layer_attention=6 * model.num_attention_heads * model.head_size * seq_length,
+        attention=tuple(6 * heads * seen_keys(seq_length, window) for window in _windows(model)),
         head=6 * (model.hidden_size * vocabulary + norm_parameters(model)),
         embedding=3 * model.hidden_size,
-        num_layers=model.num_layers,
+        attention_all_pairs=12 * heads * seq_length,
     )
+
+
+def seen_keys(seq_length: int, window: int | None = None) -> int:
+    """Twice the mean number of keys that a query sees, the diagonal counted half: S without a window."""
+    width = seq_length if window is None else min(window, seq_length)
+    return round(width * (2 - width / seq_length))
+
+
+def _windows(model: Any) -> list[int | None]:
+    """Each layer's attention window."""
+    window = getattr(model, "window", None)
+    return [window(layer) if window is not None else None for layer in range(model.num_layers)]
 
 
 def mfu(tokens_per_second: float, flops_per_token: float, peak_tflops: float | None, world: int) -> float | None:

@@ -13,7 +13,8 @@ race for. Since windows hold neighbouring documents, a corpus sorted by kind is 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,6 +72,30 @@ class Source:
 
     def window(self, index: int) -> np.ndarray:
         """Tokens int64 [seq_length + 1] of the source's sample `index`; with `tail`, PAD after the stream's end."""
+        row, size, begin = np.full(self.seq_length + 1, PAD, np.int64), 0, -1
+        for first, last in self._ranges(index):
+            row[size : size + last - first] = self.data.tokens[first:last]
+            size, begin = size + last - first, first if begin < 0 else begin
+        if self.vocab_size is not None:
+            check_ids(row[:size], self.vocab_size, f"{self.data.bin_path}: the sample at token {begin}")
+        return row
+
+    def documents(self, index: int) -> np.ndarray:
+        """Which document each token of `window(index)` belongs to: int64 [seq_length + 1] that grow from 0."""
+        ids, at, document = np.zeros(self.seq_length + 1, np.int64), 0, -1
+        for first, last in self._ranges(index):
+            # the last of the documents that begin at or before it: empty ones begin where the next does
+            number = bisect_right(range(self.data.num_documents), first, key=self.data.token_offset) - 1
+            while first < last:
+                number, document = number + 1, document + 1
+                end = min(self.data.token_offset(number), last)
+                ids[at : at + end - first] = document
+                at, document, first = at + end - first, document - (end == first), end
+        ids[at:] = document + 1
+        return ids
+
+    def _ranges(self, index: int) -> Iterator[tuple[int, int]]:
+        """The one or two ranges of the token stream that the source's sample `index` is made of."""
         epoch, place = divmod(index, self.num_samples)
         kept, order = self._order
         if kept != epoch:
@@ -81,12 +106,9 @@ class Source:
         size = min(self.seq_length + 1, self.num_tokens - offset)
         begin = (phase + offset) % self.num_tokens
         straight = min(size, self.num_tokens - begin)
-        row = np.full(self.seq_length + 1, PAD, np.int64)
-        row[:straight] = self.data.tokens[self._start + begin : self._start + begin + straight]
-        row[straight:size] = self.data.tokens[self._start : self._start + size - straight]
-        if self.vocab_size is not None:
-            check_ids(row[:size], self.vocab_size, f"{self.data.bin_path}: the sample at token {self._start + begin}")
-        return row
+        yield self._start + begin, self._start + begin + straight
+        if straight < size:
+            yield self._start, self._start + size - straight
 
 
 class GlobalDataset:
@@ -130,6 +152,13 @@ class GlobalDataset:
         source, position = found
         return self.sources[source].window(position)
 
+    def documents(self, index: int) -> np.ndarray:
+        """Which document each token of `sample(index)` belongs to, int64 [seq_length + 1]; padding is one more."""
+        found = self.locate(index)
+        if found is None:
+            return np.zeros(self.seq_length + 1, np.int64)
+        return self.sources[found[0]].documents(found[1])
+
 
 @dataclass(frozen=True)
 class Datasets:
@@ -155,11 +184,6 @@ def build_datasets(config: Any, tokenizer: TokenizerInfo) -> Datasets:
         raise DataError("data.train names no dataset (with a weight above 0)")
     train, valid = reader.blend([entry for entry in data.train if entry.weight > 0], shares, 0), {}
     for name, entries in (data.valid or {}).items():
-        weights = {float(entry.weight) for entry in entries}
-        if len(weights) > 1:
-            raise DataError(
-                f"data.valid.{name}: a validation set is read once, whole, so its weights must be equal: {weights}"
-            )
         valid[name] = reader.joined(entries)
     if shares and shares[1]:
         if "valid" in valid:
@@ -216,7 +240,7 @@ def parse_split(split: str | Sequence[float] | None) -> list[float] | None:
         parts = [float(part) for part in (split.split(",") if isinstance(split, str) else split)]
     except ValueError:
         parts = []
-    if not 1 <= len(parts) <= 3 or min(parts) < 0 or parts[0] == 0:
+    if not 1 <= len(parts) <= 3 or not np.isfinite(parts).all() or min(parts) < 0 or parts[0] == 0:
         raise DataError(f'data.split={split}: write the shares of train, validation and test, as in "98,1,1"')
     parts += [0.0] * (3 - len(parts))
     return [part / sum(parts) for part in parts]

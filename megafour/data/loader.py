@@ -28,7 +28,8 @@ class BatchLoader:
     positions: int64 [s_local], the global positions that this rank's layout holds. skip_samples: global sample numbers
     that are replaced by samples without tokens or labels. workers: threads that read ahead (reading waits for the disk,
     not for Python); the batches are the same for any number, and an error in one is raised here, with its traceback, at
-    the step it belongs to. A training set never ends; an evaluation set ends with the step that holds its last sample.
+    the step it belongs to. document_mask: whether documents of a sample are told apart. A training set never ends; an
+    evaluation set ends with the step that holds its last sample.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class BatchLoader:
         start_sample: int = 0,
         workers: int = 0,
         skip_samples: Collection[int] = (),
+        document_mask: bool = False,
     ) -> None:
         if global_batch_size % (dp_size * micro_batch_size):
             raise DataError(
@@ -53,7 +55,7 @@ class BatchLoader:
         self.per_rank = global_batch_size // dp_size
         self.first = dp_rank * self.per_rank
         self.positions, self.start_sample, self.workers = positions, start_sample, workers
-        self.skip = frozenset(skip_samples)
+        self.skip, self.document_mask = frozenset(skip_samples), document_mask
 
     def __iter__(self) -> Iterator[list[MicroBatch]]:
         starts = self._starts()
@@ -86,7 +88,10 @@ class BatchLoader:
     def _micro_batch(self, start: int, members: range) -> MicroBatch:
         rows = np.stack([self._row(start + member) for member in members])
         ids = torch.arange(members.start, members.stop)
-        return collate(rows, ids, self.positions, samples=ids + start)
+        documents = None
+        if self.document_mask:
+            documents = np.stack([self.dataset.documents(start + member) for member in members])
+        return collate(rows, ids, self.positions, samples=ids + start, document_ids=documents)
 
     def _row(self, index: int) -> np.ndarray:
         if index in self.skip:

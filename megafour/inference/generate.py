@@ -18,7 +18,7 @@ def next_token_logits(stage: Stage, tokens: Tensor) -> Tensor:
     cos = None if stage.cos is None else stage.cos[:n]
     sin = None if stage.sin is None else stage.sin[:n]
     assert stage.decoder.head is not None
-    hidden = stage.decoder.hidden(tokens[None, :], Pass(cos=cos, sin=sin), stage.positions[:n])
+    hidden = stage.decoder.hidden(tokens[None, :], Pass(cos=cos, sin=sin), stage.positions[:n, None])
     return stage.decoder.head.logits(hidden[-1:])[0, 0, : stage.build.vocab_size]
 
 

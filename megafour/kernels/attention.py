@@ -15,7 +15,10 @@ from megafour.kernels.matmul import native_matmul
 class DropoutBits(Protocol):
     """Attention-dropout bits, addressed by global positions."""
 
-    p: float
+    @property
+    def p(self) -> float:
+        """Probability that a weight is dropped."""
+        ...
 
     def keep(self, heads: slice, q_pos: Tensor, k_pos: Tensor) -> Tensor:
         """Boolean `[b, heads, n, m]` of the local query heads `heads`."""

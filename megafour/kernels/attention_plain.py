@@ -21,8 +21,9 @@ class PlainAttention:
     """
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float,
-                dropped: Dropped | None = None) -> tuple[Tensor, Tensor]:
-        """As `AttentionBackend.forward`."""
+                dropped: Dropped | None = None, visible: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """As `AttentionBackend.forward`; `visible`, boolean `[n, m]`, masks besides. A row that sees no key has out 0
+        and log-sum-exp -inf."""
         (b, n, heads, _), kv_heads = q.shape, k.shape[2]
         dtype = matmul_dtype(q)
         k, v = (x.transpose(1, 2).to(dtype) for x in (k, v))
@@ -30,17 +31,24 @@ class PlainAttention:
         lse = torch.empty(b, heads, n, dtype=_wide(q.dtype), device=q.device)
         for first, last, end in _blocks(n, k.shape[2], causal):
             scores = _scores(_stack(q[:, first:last], kv_heads, dtype), k[:, :, :end], scale, last - first, causal)
-            # log_softmax is one fused pass, and any visible key gives its row's log-sum-exp: the first one always is.
-            log_weights = torch.log_softmax(scores, -1)
-            lse[:, :, first:last] = (scores[..., 0] - log_weights[..., 0]).view(b, heads, -1)
-            weights = log_weights.exp_()
+            if visible is None:
+                # log_softmax is one fused pass, and any visible key gives its row's log-sum-exp: the first one is.
+                log_weights = torch.log_softmax(scores, -1)
+                row_lse = scores[..., 0] - log_weights[..., 0]
+                weights = log_weights.exp_()
+            else:
+                _hide(scores, visible[first:last, :end])
+                row_lse = scores.logsumexp(-1)
+                weights = scores.sub_(row_lse.clamp_min(torch.finfo(row_lse.dtype).min).unsqueeze(-1)).exp_()
+            lse[:, :, first:last] = row_lse.view(b, heads, -1)
             if dropped is not None:
                 weights.mul_(_keep(dropped, slice(first, last), end, weights))
             out[:, first:last] = _unstack(weights.to(dtype) @ v[:, :, :end], last - first)
         return out, lse
 
     def backward(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool,
-                 scale: float, dropped: Dropped | None = None) -> tuple[Tensor, Tensor, Tensor]:
+                 scale: float, dropped: Dropped | None = None,
+                 visible: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """As `AttentionBackend.backward` (Dao 2023, algorithm 2, one key block). dk and dv are summed in fp32."""
         kv_heads, dtype, wide = k.shape[2], matmul_dtype(q), _wide(q.dtype)
         k, v = (x.transpose(1, 2).to(dtype) for x in (k, v))
@@ -50,6 +58,8 @@ class PlainAttention:
         for first, last, end in _blocks(q.shape[1], k.shape[2], causal):
             q_block, g_block, out_block = (_stack(x[:, first:last], kv_heads, dtype) for x in (q, grad, out))
             weights = _scores(q_block, k[:, :, :end], scale, last - first, causal)
+            if visible is not None:
+                _hide(weights, visible[first:last, :end])
             weights.sub_(lse[:, :, first:last].reshape(*weights.shape[:-1], 1)).exp_()
             d_weights = (g_block @ v[:, :, :end].mT).to(wide)
             # sum over keys of weight · d_weight, dropout included, without another pass over the keys
@@ -98,6 +108,12 @@ def _scores(q: Tensor, k: Tensor, scale: float, n: int, causal: bool) -> Tensor:
         tile = scores.view(*scores.shape[:2], -1, n, scores.shape[-1])[..., -n:]
         tile.masked_fill_(future, float("-inf"))
     return scores
+
+
+def _hide(scores: Tensor, visible: Tensor) -> None:
+    """Set the scores of keys that a query does not see to -inf, in place."""
+    n, m = visible.shape
+    scores.view(*scores.shape[:2], -1, n, m).masked_fill_(~visible, float("-inf"))
 
 
 def _keep(dropped: Dropped, queries: slice, end: int, like: Tensor) -> Tensor:

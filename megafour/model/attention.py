@@ -50,6 +50,7 @@ class Attention(nn.Module):
         self.q_heads = cfg.num_attention_heads // tp.size
         self.kv_heads = max(cfg.kv_heads // tp.size, 1)
         self.first_head = tp.rank * self.q_heads
+        self.window = cfg.window(layer)
         biases = qkv_pieces(build, name, "bias") if cfg.qkv_bias else []
         self.wqkv = ColumnParallelLinear(cfg.hidden_size, qkv_pieces(build, name, "weight"), biases, tp,
                                          **build.placement)
@@ -64,7 +65,7 @@ class Attention(nn.Module):
         """`[s(/tp), b, h]` -> the same shape."""
         q, k, v = self._project(x, step)
         kwargs: dict[str, Any] = dict(
-            scale=1.0 / math.sqrt(self.head_dim),
+            mask=step.masks.within(self.window), scale=1.0 / math.sqrt(self.head_dim),
             dropout=step.attention(self.dropout, self.layer, self.seq_length, self.first_head, self.all_heads))
         if step.recompute == "selective" and q.requires_grad:
             # Korthikanti et al. 2022, section 5. No RNG state to keep: dropout bits are addressed, not consumed.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,15 +12,9 @@ from torch import Tensor
 from megafour.comm.group import Group
 from megafour.config.schema import Config, ModelConfig
 from megafour.mesh import Mesh
+from megafour.parallel.context import Core
+from megafour.parallel.context.mask import Masks
 from megafour.parallel.random import AttentionDropout, DropoutAddress, address
-
-
-class AttentionCore(Protocol):
-    """softmax(q k^T) v on this rank's tokens: `[b, s, heads, head_dim]` in and out, causal by global position."""
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, dropout: AttentionDropout | None) -> Tensor:
-        """Attention of local queries over every key that precedes them in the whole sequence."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -31,7 +25,7 @@ class Build:
     mesh: Mesh
     dtype: torch.dtype
     device: torch.device
-    attention: AttentionCore
+    attention: Core
     vocab_size: int
     positions: Tensor
     """Global positions of this rank's tokens, `[s_local]`."""
@@ -67,6 +61,7 @@ class Pass:
     """What one forward pass of one micro-batch knows besides its activations."""
 
     cos: Tensor | None = None
+    """`[s_local, b or 1, head_dim/2]`, like `sin`: the rotary tables of this rank's tokens; None without RoPE."""
     sin: Tensor | None = None
     seed: int = 0
     step: int = 0
@@ -77,6 +72,8 @@ class Pass:
     tokens: Tensor = field(default_factory=lambda: torch.zeros(0, 1, dtype=torch.int64))
     """`[s_shard, b]`: ids of the tokens in the residual stream (a sequence shard under sequence parallelism)."""
     recompute: str = "none"
+    masks: Masks = field(default_factory=Masks)
+    """Who sees whom, per window."""
 
     def hidden(self, layer: int) -> DropoutAddress | None:
         """The address of a layer's hidden-dropout bits; None when dropout is off. Layer -1 is the embedding."""

@@ -56,10 +56,10 @@ class Embedding(nn.Module):
                                                       counted=build.tp.rank == 0, std=cfg.init_std)])
 
     def forward(self, tokens: Tensor, positions: Tensor, step: Pass) -> Tensor:
-        """tokens `[b, s]`, positions of the residual stream's tokens `[s(/tp)]` -> `[s(/tp), b, h]`."""
+        """tokens `[b, s]`, positions of the residual stream's tokens `[s(/tp), b or 1]` -> `[s(/tp), b, h]`."""
         x = self.token(tokens)
         if self.position is not None:
-            x = x + F.embedding(positions, self.position).unsqueeze(1)
+            x = x + F.embedding(positions, self.position)
         return hidden_dropout(x, self.p, step.hidden(-1), "embedding")
 
 

@@ -57,7 +57,8 @@ def _yarn(inv: Tensor, head_dim: int, theta: float, factor: float,
 
 def rope_tables(positions: Tensor, head_dim: int, theta: float, scaling: RopeScaling | None,
                 dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin of every (position, pair): `[s, head_dim/2]` each, computed in fp32 and stored in `dtype`."""
+    """cos and sin of every (position, pair), `[..., head_dim/2]` of positions `[...]`: computed in fp32, stored in
+    `dtype`."""
     inv, factor = inverse_frequencies(head_dim, theta, scaling)
     angles = positions.float().unsqueeze(-1) * inv.to(positions.device)
     return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
@@ -87,5 +88,5 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate `[s, b, heads, head_dim]` by tables `[s, head_dim/2]`, in the rotate-half convention of Hugging Face."""
-    return _Rotate.apply(x, cos[:, None, None, :], sin[:, None, None, :])
+    """Rotate `[s, b, heads, head_dim]` by tables `[s, b or 1, head_dim/2]`; Hugging Face's rotate-half convention."""
+    return _Rotate.apply(x, cos.unsqueeze(2), sin.unsqueeze(2))

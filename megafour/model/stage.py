@@ -11,11 +11,13 @@ from torch import Tensor, nn
 from megafour.config.schema import Config
 from megafour.kernels.attention import select_attention
 from megafour.mesh import Mesh
-from megafour.model.build import AttentionCore, Build, Pass
+from megafour.model.build import Build, Pass
 from megafour.model.decoder import Decoder, Part
 from megafour.model.rope import rope_tables
-from megafour.parallel.context import attention_over
+from megafour.parallel.context import METHODS, Core
+from megafour.parallel.context.blocks import Kernel
 from megafour.parallel.context.layout import Layout
+from megafour.parallel.context.mask import Masks
 from megafour.parallel.pieces import named_pieces
 from megafour.parallel.pipeline.partition import partition_layers
 from megafour.parallel.pipeline.select import pipeline_of
@@ -52,11 +54,18 @@ class Stage(nn.Module):
                 shared = decoder.embedding.token
             self.decoders.append(decoder)
         self.positions = build.positions.to(build.device)
+        self.masks = Masks()
         self.cos: Tensor | None = None
         self.sin: Tensor | None = None
-        if build.model.position == "rope" and build.device.type != "meta":
-            self.cos, self.sin = rope_tables(self.positions, build.model.head_size, build.model.rope_theta,
-                                             build.model.rope_scaling, build.dtype)
+        if build.device.type != "meta":
+            self.cos, self.sin = self.rope(self.positions[:, None])
+
+    def rope(self, positions: Tensor) -> tuple[Tensor, Tensor] | tuple[None, None]:
+        """The rotary tables `[..., head_dim/2]` of positions `[...]`; none where positions are learned."""
+        model = self.build.model
+        if model.position != "rope":
+            return None, None
+        return rope_tables(positions, model.head_size, model.rope_theta, model.rope_scaling, self.build.dtype)
 
     @property
     def decoder(self) -> Decoder:
@@ -85,8 +94,11 @@ class Stage(nn.Module):
         """Everything a forward of this micro-batch needs besides its activations."""
         cfg = self.build.config
         tokens = batch.sample_ids[None, :] * cfg.data.seq_length + self.positions[self.sequence_shard][:, None]
-        return Pass(cos=self.cos, sin=self.sin, seed=cfg.run.seed, step=step, dropout=train,
-                    sample_ids=batch.sample_ids, tokens=tokens, recompute=cfg.train.recompute if train else "none")
+        cos, sin, masks = self.cos, self.sin, self.masks
+        if batch.document_starts is not None:
+            (cos, sin), masks = self.rope(batch.positions.t()), Masks(batch.document_starts)
+        return Pass(cos=cos, sin=sin, seed=cfg.run.seed, step=step, dropout=train, sample_ids=batch.sample_ids,
+                    tokens=tokens, recompute=cfg.train.recompute if train else "none", masks=masks)
 
     def forward(self, batch: MicroBatch, x: Tensor | None, scale: Tensor, *, step: int, train: bool,
                 chunk: int = 0) -> Tensor:
@@ -97,11 +109,12 @@ class Stage(nn.Module):
 
     def hidden(self, batch: MicroBatch, x: Tensor | None, passed: Pass, chunk: int = 0) -> Tensor:
         """Activations after the layers of one part, `[s(/tp), b, h]`."""
+        positions = self.positions[:, None] if batch.document_starts is None else batch.positions.t()
         tokens = batch.tokens if x is None else x
-        return self.part(chunk).hidden(tokens, passed, self.positions[self.sequence_shard])
+        return self.part(chunk).hidden(tokens, passed, positions[self.sequence_shard])
 
 
-def build_stage(config: Config, mesh: Mesh, vocab_size: int, *, attention: AttentionCore | None = None,
+def build_stage(config: Config, mesh: Mesh, vocab_size: int, *, attention: Core | None = None,
                 device: torch.device | None = None) -> Stage:
     """Build what this rank holds with uninitialised weights, on the mesh's device unless told (`meta` builds none)."""
     device = device or mesh.device
@@ -110,12 +123,13 @@ def build_stage(config: Config, mesh: Mesh, vocab_size: int, *, attention: Atten
     if attention is None:
         dropout = config.model.attention_dropout > 0
         backend = select_attention(config.kernels.attention, mesh.device.type, dtype, dropout)
-        attention = attention_over(config.parallel.context.method, layout, mesh, backend)
+        context = config.parallel.context
+        attention = METHODS[context.method](layout, mesh, Kernel(backend, context.fp32_blocks))
     placement = pipeline_of(config).placement
     spans = partition_layers(config, placement, vocab_size)
     parts = [Part(range(spans[stage][0], sum(spans[stage])), stage == 0, stage == placement.stages - 1)
              for stage in placement.stages_of[mesh.group("pp").rank]]
-    positions = layout.positions(mesh.group("cp").rank)
+    positions = layout.positions(mesh.cp_rank)
     build = Build(config, mesh, dtype, device, attention, vocab_size, positions)
     return Stage(build, parts)
 

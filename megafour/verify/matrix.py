@@ -14,6 +14,9 @@ DEFAULT_MESHES = (
     "dp2-pp2", "dp2-tp2-cp2", "dp2-pp2-tp2", "pp2-tp2-cp2", "dp2-pp2-tp2-cp2")
 """Each axis, each pair of axes, and the whole grid."""
 
+OPTION_MESHES = (*DEFAULT_MESHES, "dp2-cp4", "tp2-cp4", "pp2-cp4")
+"""What `--options all` walks: two rings in one another, or heads and a ring, need four ranks."""
+
 
 @dataclass(frozen=True)
 class Degrees:
@@ -55,7 +58,9 @@ def parse_mesh(words: str) -> Degrees:
 
 
 OPTIONS: dict[str, tuple[str, ...]] = {
-    "kv_heads": ("all", "grouped", "fewer"),  # as many as query heads; fewer; fewer than tp
+    "method": ("ring", "all_gather", "ulysses", "usp", "double_ring"),
+    "layout": ("zigzag", "striped", "contiguous"),
+    "kv_heads": ("all", "grouped", "one", "fewer"),  # as many as query heads; fewer; one; fewer than tp
     "layers": ("even", "uneven", "explicit"),
     "recompute": ("none", "selective", "full"),
     "valid": ("all", "uneven", "empty-rank"),
@@ -71,6 +76,8 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "schedule": ("1f1b", "gpipe"),
     "optimizer": ("adamw", "sgd"),
     "clip": ("off", "tight"),
+    "documents": ("off", "on"),
+    "window": ("none", "short", "pattern"),
 }
 """Every option that a covering walk varies, with its values."""
 
@@ -85,14 +92,17 @@ def values(mesh: Degrees, option: str) -> tuple[str, ...]:
     every = OPTIONS[option]
     axes = sum(n > 1 for n in (mesh.dp, mesh.pp, mesh.tp, mesh.cp))
     if option == "kv_heads":
-        return every if mesh.tp > 1 else every[:2]
+        return every if mesh.tp > 2 else every[:3]    # at tp 2 fewer than tp is one
+    if option == "method":
+        return () if mesh.cp == 1 else every if mesh.cp >= 4 else every[:3]    # two rings, or heads and a ring
     if option == "valid":
         return every if mesh.dp * mesh.cp > 1 else every[:2]
     if option == "order":
         if axes < 2:
             return ()
         return every if mesh.dp > 1 and mesh.pp > 1 else ("auto", "reversed")
-    needs = {"sequence_parallel": mesh.tp, "zero_stage": mesh.dp * mesh.cp, "layers": mesh.pp, "schedule": mesh.pp}
+    needs = {"sequence_parallel": mesh.tp, "layout": mesh.cp, "zero_stage": mesh.dp * mesh.cp, "layers": mesh.pp,
+             "schedule": mesh.pp}
     return every if needs.get(option, 2) > 1 else ()
 
 

@@ -15,6 +15,7 @@ from megafour.data.batch import IGNORE, MicroBatch
 from megafour.mesh import Mesh
 from megafour.model.stage import Stage, build_stage, initialize
 from megafour.optim.lr_schedule import learning_rate
+from megafour.parallel.context.mask import Mask
 from megafour.parallel.pieces import named_pieces
 from megafour.parallel.random import AttentionDropout, normal_rectangle
 from megafour.verify.toy import toy_batches
@@ -23,12 +24,18 @@ SPREAD = 0.1
 """Standard deviation added to biases and norm weights: zeros and ones would hide a misplaced shard."""
 
 
-def dense_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float, dropout: AttentionDropout | None) -> Tensor:
+def dense_attention(q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, scale: float,
+                    dropout: AttentionDropout | None = None) -> Tensor:
     """Matmul, mask, softmax, matmul: `[b, s, heads, head_dim]` in and out; each K/V head repeated for its queries."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     position = torch.arange(q.shape[2], device=q.device)
-    scores = (q @ k.transpose(-1, -2) * scale).masked_fill(position > position[:, None], -math.inf)
+    hidden = (position > position[:, None]).expand(len(q), 1, -1, -1)
+    if mask.window is not None:
+        hidden = hidden | (position <= position[:, None] - mask.window)
+    if mask.starts is not None:    # another document begins after the key
+        hidden = hidden | (position < mask.starts.to(q.device)[:, None, :, None])
+    scores = (q @ k.transpose(-1, -2) * scale).masked_fill(hidden, -math.inf)
     weights = scores.softmax(-1)
     if dropout is not None:
         kept = dropout.keep(slice(0, q.shape[1]), position, position)
@@ -36,10 +43,9 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float, dropout: A
     return (weights @ v).transpose(1, 2)
 
 
-def reference_loss(stage: Stage, tokens: Tensor, labels: Tensor, step: int = 0) -> Tensor:
-    """Mean loss of the trained tokens of a whole global batch, with plain autograd. tokens, labels: int64 `[b, s]`."""
-    ids = torch.arange(len(tokens))
-    batch = MicroBatch(tokens, labels, stage.positions, ids, ids)
+def reference_loss(stage: Stage, batch: MicroBatch, step: int = 0) -> Tensor:
+    """Mean loss of the trained tokens of a whole global batch, with plain autograd."""
+    labels = batch.labels
     passed = replace(stage.make_pass(batch, step=step, train=True), recompute="none")
     head = stage.decoder.head
     assert head is not None
@@ -77,7 +83,8 @@ def run_reference(config: Config, vocab_size: int, steps: int, valid: str, devic
                   dtype: torch.dtype) -> Reference:
     """`steps` steps of the global batches that `config`'s mesh trains on. `dtype` is that of the mesh's weights."""
     alone = config.replace({
-        "parallel.dp": 1, "parallel.pp": 1, "parallel.tp": 1, "parallel.cp": 1, "parallel.pipeline": {},
+        "parallel.dp": 1, "parallel.pp": 1, "parallel.tp": 1, "parallel.cp": 1, "parallel.context": {},
+        "parallel.pipeline": {},
         "train.micro_batch_size": config.train.global_batch_size, "train.recompute": "none",
         "train.precision": "fp64" if dtype == torch.float64 else "fp32"})
     stage = build_stage(alone, Mesh.single(device), vocab_size, attention=dense_attention)
@@ -89,7 +96,7 @@ def run_reference(config: Config, vocab_size: int, steps: int, valid: str, devic
         batch = batch.to(device)
         for param in stage.parameters():
             param.grad = torch.zeros_like(param)
-        loss = reference_loss(stage, batch.tokens, batch.labels, step)
+        loss = reference_loss(stage, batch, step)
         loss.backward()
         result.grads.append({name: grad for name, grad in _logical(stage, lambda p: p.grad)})
         norm = math.sqrt(sum(float(grad.double().square().sum()) for grad in result.grads[-1].values()))

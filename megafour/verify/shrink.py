@@ -25,6 +25,10 @@ MIN_SEQ = 24
 
 MAX_ACCUMULATION = 4
 
+RATE_16_BIT = 1e-4
+"""The highest learning rate of a 16-bit comparison. AdamW's first steps follow the sign of a gradient, which rounding
+to 16 bits turns for many small ones: at the user's rate two sound meshes would part ways within the steps compared."""
+
 
 @dataclass(frozen=True)
 class Case:
@@ -62,12 +66,13 @@ def shrink(config: Config, meshes: Sequence[Degrees], steps: int, precision: str
     model = config.model
     tps = [mesh.tp for mesh in meshes]
     seq = toy_seq_length(meshes)
-    kv = toy_kv_heads(config, tps)
+    kv = toy_kv_heads(config, meshes)
     heads = kv * (model.num_attention_heads // model.kv_heads)
     # GPU kernels want widths in multiples of 8.
     head_dim = 8 if device == "cuda" else min(8, max(4, HIDDEN // heads // 2 * 2))
     hidden = max(8, round(heads * head_dim * model.hidden_size / (model.num_attention_heads * model.head_size)))
     ffn_unit = math.lcm(*tps)
+    rate = min(config.optimizer.lr, RATE_16_BIT) if precision == "bf16" else config.optimizer.lr
     return config.replace({
         "model.preset": None, "model.num_attention_heads": heads, "model.num_key_value_heads": kv,
         "model.head_dim": head_dim, "model.hidden_size": hidden, "model.vocab_size": VOCAB,
@@ -77,13 +82,12 @@ def shrink(config: Config, meshes: Sequence[Degrees], steps: int, precision: str
         "model.init_std": min(0.3, model.init_std * max(1.0, math.sqrt(model.hidden_size / hidden))),
         "model.max_position_embeddings": _positions(config, seq),
         "model.rope_scaling": _rope_scaling(config, seq),
-        "model.attention_window": None if model.attention_window is None else max(
-            2, round(model.attention_window * seq / config.data.seq_length)),
+        "model.attention_window": _window(config, seq),
         "data": {"seq_length": seq, "document_mask": config.data.document_mask},
         "train.micro_batch_size": min(config.train.micro_batch_size, 2), "train.precision": precision,
         "train.steps": 2 * steps, "train.tokens": None,
-        "lr_schedule": _lr_schedule(config, steps),
         "optimizer.eps": max(config.optimizer.eps, 1e-8),
+        "optimizer.lr": rate, "lr_schedule": _lr_schedule(config, steps, rate),
         "run.device": device, "run.name": "verify", "run.dir": "runs/{name}",
         "kernels": config.kernels.model_dump() if device == "cuda" else {},
         "checkpoint": {}, "eval": {}, "logging": {},
@@ -95,6 +99,7 @@ def place(toy: Config, config: Config, mesh: Degrees, micro_batches: int) -> Con
     placed = toy.replace({
         "parallel.dp": mesh.dp, "parallel.pp": mesh.pp, "parallel.tp": mesh.tp, "parallel.cp": mesh.cp,
         "parallel.pipeline.partition": _partition(config, toy.model.num_layers, mesh.pp * held_stages(config)),
+        **_context(toy, mesh),
         "train.global_batch_size": mesh.dp * toy.train.micro_batch_size * micro_batches})
     try:
         resolved = resolve(placed, mesh.world, data=False)
@@ -110,16 +115,46 @@ def toy_seq_length(meshes: Sequence[Degrees]) -> int:
     return -(-MIN_SEQ // unit) * unit
 
 
-def toy_kv_heads(config: Config, tps: Sequence[int]) -> int:
-    """The fewest K/V heads that keep the ratio to query heads, and whether tp repeats them, on every tp asked for."""
+def _context(toy: Config, mesh: Degrees) -> dict[str, Any]:
+    """How this mesh splits a sequence: the user's numbers of ranks, as far as they divide its cp."""
+    context = toy.parallel.context
+    ulysses = context.ulysses
+    if ulysses != "auto":
+        ulysses = mesh.cp if context.method == "ulysses" else math.gcd(int(ulysses), mesh.cp)
+    inner = None if context.inner_ring is None else math.gcd(context.inner_ring, mesh.cp)
+    return {"parallel.context.ulysses": ulysses, "parallel.context.inner_ring": inner}
+
+
+def _window(config: Config, seq: int) -> Any:
+    """The same windows, in proportion to the sequence."""
+    def scaled(window: int | None) -> int | None:
+        return None if window is None else max(2, round(window * seq / config.data.seq_length))
+
+    windows = config.model.attention_window
+    return [scaled(window) for window in windows] if isinstance(windows, list) else scaled(windows)
+
+
+def toy_kv_heads(config: Config, meshes: Sequence[Degrees]) -> int:
+    """The fewest K/V heads that keep the ratio to query heads, and whether tp repeats them, on every mesh asked for."""
     model = config.model
+    tps = [mesh.tp for mesh in meshes]
+    # Query heads are split by ulysses as well; `auto` of usp follows the K/V heads.
+    shares = [mesh.tp * int(_ulysses(config, mesh)) for mesh in meshes]
     ratio = model.num_attention_heads // model.kv_heads
     repeated = model.kv_heads < config.parallel.tp
     least = 1 if repeated else min(model.kv_heads, max(tps))
-    for kv in range(least, math.lcm(*tps) * least + 1):
-        if all(ratio * kv % tp == 0 and (kv % tp == 0 or tp % kv == 0) for tp in tps):
+    for kv in range(least, math.lcm(*shares) * least + 1):
+        if all(kv % tp == 0 or tp % kv == 0 for tp in tps) and all(ratio * kv % share == 0 for share in shares):
             return kv
-    return math.lcm(*tps) * least
+    return math.lcm(*shares) * least
+
+
+def _ulysses(config: Config, mesh: Degrees) -> int:
+    """Ranks of `mesh` that split heads, as far as that does not follow the heads themselves."""
+    asked = _context(config, mesh)["parallel.context.ulysses"]
+    if config.parallel.context.method not in ("ulysses", "usp"):
+        return 1
+    return (mesh.cp if config.parallel.context.method == "ulysses" else 1) if asked == "auto" else asked
 
 
 def held_stages(config: Config) -> int:
@@ -170,10 +205,10 @@ def _rope_scaling(config: Config, seq: int) -> dict[str, Any] | None:
     return values
 
 
-def _lr_schedule(config: Config, steps: int) -> dict[str, Any]:
+def _lr_schedule(config: Config, steps: int, peak: float) -> dict[str, Any]:
     """The same shape over twice the steps that run, so that the rate is above zero in all of them."""
     schedule = config.lr_schedule
-    return {"name": schedule.name, "min_lr": schedule.min_lr, "warmup_steps": min(schedule.warmup_steps, 1)}
+    return {"name": schedule.name, "min_lr": min(schedule.min_lr, peak), "warmup_steps": min(schedule.warmup_steps, 1)}
 
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -188,7 +223,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 def option_case(config: Config, row: Row, steps: int, precision: str = "fp64", device: str = "cpu") -> Case:
     """The toy of one row of a covering array: the user's config with the row's options over it."""
     mesh = parse_mesh(row["mesh"])
-    heads, kv = _heads(row["kv_heads"], mesh.tp)
+    context = _row_context(row, mesh)
+    heads, kv = _heads(row["kv_heads"], mesh.tp, mesh.cp if context["method"] in ("ulysses", "usp") else 1)
     layers = max(2, mesh.pp) * (1 if mesh.pp >= 4 else 2) + (row.get("layers", "even") != "even")
     dropout = 0.2 if row["dropout"] == "on" else 0.0
     order = {"auto": "auto", "pp-inner": "pp-inner", "reversed": "pp-dp-ring-ulysses-tp"}[row.get("order", "auto")]
@@ -202,6 +238,8 @@ def option_case(config: Config, row: Row, steps: int, precision: str = "fp64", d
         "parallel.sequence_parallel": row.get("sequence_parallel", "true") == "true",
         "parallel.zero_stage": int(row.get("zero_stage", "1")), "parallel.order": order,
         "parallel.tp": mesh.tp, "parallel.pp": mesh.pp, "parallel.cp": mesh.cp, "parallel.dp": mesh.dp,
+        "parallel.context": context, "data.document_mask": row["documents"] == "on",
+        "model.attention_window": {"none": None, "short": 3, "pattern": [None, 9]}[row["window"]],
         "parallel.pipeline.schedule": row.get("schedule", "1f1b"), "parallel.pipeline.partition": "auto",
         "train.micro_batch_size": int(row["micro_batch_size"]), "train.recompute": row["recompute"],
         "train.grad_clip": 0.1 if row["clip"] == "tight" else 0.0, "optimizer.name": row["optimizer"]})
@@ -212,11 +250,20 @@ def option_case(config: Config, row: Row, steps: int, precision: str = "fp64", d
     return Case(mesh, place(toy, asked, mesh, int(row["micro_batches"])), row["valid"], options)
 
 
-def _heads(kind: str, tp: int) -> tuple[int, int]:
-    """(query heads, K/V heads) of a kind of grouping on `tp` ranks."""
+def _row_context(row: Row, mesh: Degrees) -> dict[str, Any]:
+    """The `parallel.context` section of a row; two ranks inside where there is an inner and an outer part."""
+    method = row.get("method", "ring")
+    return {"method": method, "layout": row.get("layout", "zigzag"), "ulysses": 2 if method == "usp" else "auto",
+            "inner_ring": 2 if method == "double_ring" else None}
+
+
+def _heads(kind: str, tp: int, ulysses: int = 1) -> tuple[int, int]:
+    """(query heads, K/V heads) of a kind of grouping on `tp` ranks, each with heads for `ulysses` ranks."""
     if kind == "all":
-        return math.lcm(4, tp), math.lcm(4, tp)
+        return math.lcm(4, tp * ulysses), math.lcm(4, tp * ulysses)
     if kind == "grouped":
-        return 2 * max(tp, 2), max(tp, 2)
+        return math.lcm(2 * max(tp, 2), tp * ulysses), max(tp, 2)
+    if kind == "one" or tp == 1:
+        return math.lcm(2, tp * ulysses), 1
     repeated = max(kv for kv in range(1, tp) if tp % kv == 0)
-    return 2 * tp, repeated
+    return math.lcm(2 * tp, tp * ulysses), repeated

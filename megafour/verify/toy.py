@@ -35,6 +35,14 @@ class ToyDataset:
         row[self._left_out(kind, member, rng)] = PAD
         return row
 
+    def documents(self, index: int) -> np.ndarray:
+        """int64 `[seq_length + 1]`: many short documents, or a long one and then single tokens, or one alone."""
+        size = self.seq_length + 1
+        rng = np.random.default_rng([self.config.run.seed, index, 1])
+        long = size * 5 // 8
+        lengths = (rng.integers(1, 9, size), np.r_[long, np.ones(3, int), size], np.r_[size])[index % 3]
+        return np.repeat(np.arange(len(lengths)), lengths)[:size]
+
     def _left_out(self, kind: str, member: int, rng: np.random.Generator) -> np.ndarray:
         """Boolean `[seq_length + 1]`."""
         none = np.zeros(self.seq_length + 1, dtype=bool)
@@ -47,7 +55,10 @@ class ToyDataset:
             last = batch // int(parallel.dp) * (int(parallel.dp) - 1)
             return ~none if member >= last else none
         if kind == "empty-rank" and parallel.cp > 1:
-            none[Layout(self.seq_length, parallel.cp, parallel.context.layout).positions(1).numpy()] = True
+            layout = parallel.context.layout
+            held = Layout(self.seq_length, parallel.cp, layout).positions(1).numpy()
+            # A token that is left out takes its neighbour's label too: every other one would leave none at all.
+            none[held[: self.seq_length // 4] if layout == "striped" and parallel.cp == 2 else held] = True
         return none
 
 
@@ -60,5 +71,6 @@ def toy_batches(config: Config, split: Config, vocab_size: int, step: int, valid
     dataset: Any = ToyDataset(config, vocab_size, valid)
     loader = BatchLoader(
         dataset, dp_rank=dp_rank, dp_size=int(split.parallel.dp), global_batch_size=config.train.global_batch_size,
-        micro_batch_size=split.train.micro_batch_size, positions=positions)
+        micro_batch_size=split.train.micro_batch_size, positions=positions,
+        document_mask=config.data.document_mask)
     return loader.step(step * config.train.global_batch_size)

@@ -11,56 +11,63 @@ from torch import Tensor
 
 from megafour.comm.group import Group
 from megafour.comm.primitives import Pending, send_recv
-from megafour.kernels.attention import AttentionBackend, DropoutBits, Dropped
-from megafour.parallel.context.layout import Layout
-from megafour.parallel.context.merge import merge_
+from megafour.parallel.context.blocks import Call, Kernel, Merged, Places, local_attention, wide
+from megafour.parallel.context.mask import Mask
+from megafour.parallel.random import AttentionDropout
 
 
 @dataclass(frozen=True)
 class Ring:
-    """What every step of the ring needs to know (Liu et al. 2023, "Ring Attention")."""
+    """The ring of one attention (Liu et al. 2023, "Ring Attention with Blockwise Transformers").
 
-    layout: Layout
+    Rank r's keys go to r+1, r+2, ... and no further than the last rank that sees any of them: under a causal mask a
+    contiguous layout sends nothing backwards, and a window or short documents end the way early.
+    """
+
     group: Group
-    backend: AttentionBackend
+    reach: list[int]
+    """Per rank, how many hops its keys travel."""
+
+    @property
+    def steps(self) -> int:
+        """Steps after the first, alike on all ranks."""
+        return max(self.reach)
 
     def source(self, step: int) -> int:
-        """Whose K/V are here at `step`."""
+        """Whose keys are here at `step`, if they come so far."""
         return (self.group.rank - step) % self.group.size
 
-    def block(self, step: int, length: int) -> tuple[slice, slice, bool]:
-        """(rows of the local queries, rows of the arriving keys, causal) at `step`; the zigzag of Zhu 2024.
+    def comes(self, step: int) -> bool:
+        """Whether keys are here at `step`."""
+        return self.reach[self.source(step)] >= step
 
-        Own K/V: causal on the whole local pair, since both are in global order. From an earlier rank: every local query
-        comes after its first chunk and before its second. From a later rank: only the second local chunk comes after
-        both of its chunks.
-        """
-        half, source = length // 2, self.source(step)
-        if source == self.group.rank:
-            return slice(0, length), slice(0, length), True
-        if source < self.group.rank:
-            return slice(0, length), slice(0, half), False
-        return slice(half, length), slice(0, length), False
-
-    def dropped(self, bits: DropoutBits | None, step: int, rows: slice, keys: slice) -> Dropped | None:
-        """The dropout of the block at `step`, by global positions."""
-        if bits is None:
-            return None
-        here, there = self.layout.positions(self.group.rank), self.layout.positions(self.source(step))
-        return Dropped(bits, here[rows], there[keys])
-
-    def hop(self, sent: Tensor, received: Tensor) -> Pending:
-        """Send to the next rank while receiving from the one before."""
+    def hop(self, step: int, sent: Tensor, received: Tensor) -> Pending:
+        """Send what is here at `step` on to the next rank, while what comes at step + 1 is received."""
         n, r = self.group.size, self.group.rank
-        return send_recv([(sent, (r + 1) % n)], [(received, (r - 1) % n)], self.group)
+        sends = [(sent, (r + 1) % n)] if self.reach[self.source(step)] > step else []
+        recvs = [(received, (r - 1) % n)] if step < self.steps and self.comes(step + 1) else []
+        return send_recv(sends, recvs, self.group)
 
-    def travelling(self, kv: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """(step, the K/V that are here at it); the next ones are in flight meanwhile. Two buffers for all hops."""
-        buffers = [torch.empty_like(kv) for _ in range(min(2, self.group.size - 1))]
-        for step in range(self.group.size):
-            more = step + 1 < self.group.size
-            pending = self.hop(kv, buffers[step % 2]) if more else None
-            yield step, kv
+    def hop_home(self, step: int, sent: Tensor, received: Tensor, home: Tensor) -> Pending:
+        """As `hop`, for gradients: what has come to its last rank goes home from there, straight."""
+        n, r = self.group.size, self.group.rank
+        sends, recvs = [], []
+        if self.comes(step):
+            last = self.reach[self.source(step)] == step
+            if not last or step > 0:
+                sends.append((sent, self.source(step) if last else (r + 1) % n))
+        if step < self.steps and self.comes(step + 1):
+            recvs.append((received, (r - 1) % n))
+        if step > 0 and self.reach[r] == step:
+            recvs.append((home, (r + step) % n))
+        return send_recv(sends, recvs, self.group)
+
+    def travelling(self, kv: Tensor) -> Iterator[tuple[int, Tensor | None]]:
+        """(step, the K/V that are here at it, if any); the next are in flight meanwhile. Two buffers for all hops."""
+        buffers = [torch.empty_like(kv) for _ in range(min(2, self.steps))]
+        for step in range(self.steps + 1):
+            pending = self.hop(step, kv, buffers[step % 2]) if step < self.steps else None
+            yield step, kv if self.comes(step) else None
             if pending is not None:
                 pending.wait()
                 kv = buffers[step % 2]
@@ -70,84 +77,60 @@ class _RingAttention(torch.autograd.Function):
     """Two or more ranks. K and V are kept packed, as they travel: one tensor, one transfer a hop."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: Ring, scale: float,
-                bits: DropoutBits | None) -> Tensor:
-        kv = torch.stack([k, v])
-        out, lse = _forward(q, kv, ring, scale, bits)
-        ctx.save_for_backward(q, kv, out, lse)
-        ctx.ring, ctx.scale, ctx.bits = ring, scale, bits
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: Ring, call: Call) -> Tensor:
+        packed, merged = torch.stack([k, v]), Merged(q)
+        for step, kv in ring.travelling(packed):
+            if kv is not None:
+                call.forward(merged, kv[0], kv[1], ring.source(step))
+        out, lse = merged.result()
+        ctx.save_for_backward(q, packed, out, lse)
+        ctx.ring, ctx.call = ring, call
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        q, kv, out, lse = ctx.saved_tensors
-        return *_backward(grad, q, kv, out, lse, ctx.ring, ctx.scale, ctx.bits), None, None, None
+        q, packed, out, lse = ctx.saved_tensors
+        dq, dkv = _backward(grad, q, packed, out, lse, ctx.ring, ctx.call)
+        return dq, dkv[0], dkv[1], None, None
 
 
-class _LocalAttention(torch.autograd.Function):
-    """One rank: the kernel, and nothing else."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: Ring, scale: float,
-                bits: DropoutBits | None) -> Tensor:
-        whole = slice(0, q.shape[1])
-        dropped = ring.dropped(bits, 0, whole, whole)
-        out, lse = ring.backend.forward(q, k, v, causal=True, scale=scale, dropped=dropped)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.backend, ctx.scale, ctx.dropped = ring.backend, scale, dropped
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        grads = ctx.backend.backward(grad, *ctx.saved_tensors, causal=True, scale=ctx.scale, dropped=ctx.dropped)
-        return *grads, None, None, None
-
-
-def _forward(q: Tensor, kv: Tensor, ring: Ring, scale: float, bits: DropoutBits | None) -> tuple[Tensor, Tensor]:
-    """Output in q's dtype and log-sum-exp, accumulated in fp32 (fp64)."""
-    out, lse = torch.empty(0), torch.empty(0)
-    for step, (k, v) in ring.travelling(kv):
-        rows, keys, causal = ring.block(step, q.shape[1])
-        part, part_lse = ring.backend.forward(q[:, rows], k[:, keys], v[:, keys], causal=causal, scale=scale,
-                                              dropped=ring.dropped(bits, step, rows, keys))
-        if step == 0:    # every row sees its own key, so this fills the accumulators
-            out, lse = part.to(part_lse.dtype), part_lse
-        else:
-            merge_(out[:, rows], lse[:, :, rows], part.to(out.dtype), part_lse)
-    return out.to(q.dtype), lse
-
-
-def _backward(grad: Tensor, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor, ring: Ring, scale: float,
-              bits: DropoutBits | None) -> tuple[Tensor, Tensor, Tensor]:
-    """dQ stays; dK/dV travel with their K/V, growing on every rank, and one hop more to come home."""
-    wide = lse.dtype
-    dq = torch.zeros(q.shape, dtype=wide, device=q.device)
-    dkv = torch.zeros(kv.shape, dtype=wide, device=kv.device)
-    arriving = torch.empty_like(dkv)
+def _backward(grad: Tensor, q: Tensor, packed: Tensor, out: Tensor, lse: Tensor, ring: Ring,
+              call: Call) -> tuple[Tensor, Tensor]:
+    """dQ stays; dK/dV travel behind their K/V, growing on every rank, and from the last one straight home."""
+    dq = torch.zeros(q.shape, dtype=wide(q.dtype), device=q.device)
+    dkv = torch.zeros(packed.shape, dtype=dq.dtype, device=q.device)
+    part, arriving, home = (torch.zeros_like(dkv) for _ in range(3))
     pending: Pending | None = None
-    for step, (k, v) in ring.travelling(kv):
-        rows, keys, causal = ring.block(step, q.shape[1])
-        part_q, part_k, part_v = ring.backend.backward(
-            grad[:, rows], q[:, rows], k[:, keys], v[:, keys], out[:, rows],
-            lse[:, :, rows].contiguous(), causal=causal, scale=scale,
-            dropped=ring.dropped(bits, step, rows, keys))
-        dq[:, rows] += part_q
+    for step, kv in ring.travelling(packed):
+        own = step == 0
+        if kv is not None:
+            target = dkv if own else part.zero_()
+            call.backward(grad, q, kv[0], kv[1], out, lse, ring.source(step), dq, target[0], target[1])
         if pending is not None:
-            pending.wait()
-            dkv, arriving = arriving, dkv
-        dkv[0][:, keys] += part_k
-        dkv[1][:, keys] += part_v
-        pending = ring.hop(dkv, arriving)
+            pending.wait()    # for what other ranks have summed so far; this rank's part was computed meanwhile
+            if kv is not None:
+                dkv, arriving = arriving, dkv
+                dkv += part
+        if own and ring.reach[ring.group.rank] == 0:
+            home.copy_(dkv)
+        pending = ring.hop_home(step, dkv, arriving, home)
     assert pending is not None
     pending.wait()
-    return dq.to(q.dtype), arriving[0].to(q.dtype), arriving[1].to(q.dtype)
+    return dq.to(q.dtype), home.to(q.dtype)
 
 
-def ring_attention(q: Tensor, k: Tensor, v: Tensor, *, ring: Ring, scale: float,
-                   dropout: DropoutBits | None = None) -> Tensor:
-    """Causal attention over the whole sequence; q `[b, s_local, heads, d]`, k and v `[b, s_local, kv_heads, d]`.
+@dataclass(frozen=True)
+class RingAttention:
+    """The method `ring`: point-to-point hops over `group`, whose members hold `places`."""
 
-    Returns `[b, s_local, heads, d]`. A group of one calls the kernel and moves nothing.
-    """
-    function = _RingAttention if ring.group.size > 1 else _LocalAttention
-    return function.apply(q, k, v, ring, scale, dropout)
+    group: Group
+    places: Places
+    kernel: Kernel
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, scale: float,
+                 dropout: AttentionDropout | None = None) -> Tensor:
+        """As `Core`. A group of one calls the kernel and moves nothing."""
+        call = Call(self.kernel, self.places, self.group.rank, mask, scale, dropout)
+        if self.group.size == 1:
+            return local_attention(q, k, v, call)
+        return _RingAttention.apply(q, k, v, Ring(self.group, self.places.reach(mask)), call)

@@ -26,7 +26,7 @@ def partition(model: Any, seq_length: int, stages: int, *, counts: Sequence[int]
     if stages == 1:
         return [(0, model.num_layers)]  # holds before the vocabulary's size is known, too
     flops = model_flops(model, seq_length, vocab_size)
-    return balanced([layer_cost(flops, recompute)] * model.num_layers, stages, flops.embedding, flops.head)
+    return balanced(layer_costs(flops, recompute), stages, flops.embedding, flops.head)
 
 
 def partition_layers(config: Any, placement: Placement, vocab_size: int | None = None) -> list[Span]:
@@ -36,10 +36,10 @@ def partition_layers(config: Any, placement: Placement, vocab_size: int | None =
                      vocab_size=vocab_size, recompute=config.train.recompute)
 
 
-def layer_cost(flops: Flops, recompute: str = "none") -> int:
-    """FLOPs a token that one layer really costs: its own, and a third of what the backward computes again."""
-    again = {"none": 0, "selective": flops.layer_attention, "full": flops.layer}[recompute]
-    return flops.layer + again // 3
+def layer_costs(flops: Flops, recompute: str = "none") -> list[int]:
+    """FLOPs a token that each layer really costs: its own, and a third of what the backward computes again."""
+    again = {"none": [0] * flops.num_layers, "selective": flops.attention, "full": flops.layers}[recompute]
+    return [own + more // 3 for own, more in zip(flops.layers, again, strict=True)]
 
 
 def explicit(counts: Sequence[int], num_layers: int, stages: int) -> list[Span]:
