@@ -20,6 +20,7 @@ from megafour.mesh import Mesh
 from megafour.model.shapes import logical_shapes
 from megafour.model.stage import Stage, build_stage
 from megafour.parallel.pieces import named_pieces
+from megafour.parallel.pipeline.select import Pipeline, pipeline_of
 
 
 @dataclass
@@ -29,6 +30,7 @@ class Loaded:
     config: Config
     mesh: Mesh
     stage: Stage
+    pipeline: Pipeline
 
 
 def find_model(path: Path) -> Path:
@@ -102,7 +104,7 @@ def load_stage(folder: Path, config: Config, mesh: Mesh) -> Loaded:
             huggingface.load(folder, huggingface_family(folder), logical_shapes(config, vocab_size), held, group)
         else:
             store.load(folder, held, group, only=("weights/",), cast=True)
-    return Loaded(config, mesh, stage.eval())
+    return Loaded(config, mesh, stage.eval(), pipeline_of(config))
 
 
 def load_model(path: Path, precision: str = "fp32") -> tuple[Stage, Tokenizer | None, Config]:
