@@ -73,11 +73,14 @@ def test_pretraining_goes_on_with_a_falling_loss(smollm2, tmp_path):
     (tmp_path / "corpus.jsonl").write_text("\n".join(lines) + "\n")
     corpus, tokenizer = str(tmp_path / "corpus"), f"{smollm2}/tokenizer.json"
     run("prepare", f"{corpus}.jsonl", "--output", corpus, "--tokenizer", f"huggingface:{tokenizer}")
-    run("--config", "configs/quickstart.yaml", f"run.dir={tmp_path}/run", f"model={{preset: {smollm2}}}",
-        f"checkpoint={{init_from: {smollm2}, every: 0}}", "parallel={pp: 2, tp: 1, cp: 1}", "data.split=null",
-        f"data.train=[{{path: {corpus}}}]", f"data.tokenizer={{kind: huggingface, path: {tokenizer}}}",
-        "data.seq_length=128", "train={steps: 12, global_batch_size: 4}", "optimizer.lr=1.0e-4", "eval.every=0",
-        "lr_schedule={name: constant, warmup_steps: 2, min_lr: 0}", processes=2, module="train.py")
+    (tmp_path / "run.yaml").write_text(json.dumps({
+        "run": {"dir": f"{tmp_path}/run"}, "model": {"preset": str(smollm2)}, "parallel": {"pp": 2},
+        "checkpoint": {"init_from": str(smollm2), "every": 0}, "optimizer": {"lr": 1e-4},
+        "data": {"train": [{"path": corpus}], "tokenizer": {"kind": "huggingface", "path": tokenizer},
+                 "seq_length": 128},
+        "train": {"steps": 12, "global_batch_size": 4, "precision": "fp32"}, "logging": {"tensorboard": False},
+        "lr_schedule": {"name": "constant", "warmup_steps": 2}}))
+    run("--config", str(tmp_path / "run.yaml"), processes=2, module="train.py")
     losses = [json.loads(line)["loss"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert losses[0] < 6 and sum(losses[-3:]) / 3 < sum(losses[:3]) / 3 - 0.1, losses
     (tmp_path / "text").write_text(json.loads(lines[0])["text"][:2000])
