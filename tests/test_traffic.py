@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -248,6 +253,23 @@ def test_a_wrong_formula_is_found(pool):
 def with_narrow_gradients(rank, world, config):
     with mock.patch.object(cost.Heads, "wide", property(lambda self: self.element)):
         return whole_step(rank, world, config)
+
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def can_make_a_namespace():
+    return sys.platform == "linux" and shutil.which("ip") is not None and shutil.which("unshare") is not None and (
+        subprocess.run(["unshare", "--net", *([] if os.geteuid() == 0 else ["--map-root-user"]), "true"],
+                       capture_output=True).returncode == 0)
+
+
+def test_the_ledger_agrees_with_the_kernel():
+    if not can_make_a_namespace():
+        pytest.skip("no network namespaces here, or no iproute2")
+    done = subprocess.run([sys.executable, "scripts/bench/traffic.py", "--only", "ring contiguous,ulysses cp2,pp2"],
+                          cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.count("1.00") == 3, done.stdout + done.stderr
 
 
 # --- the table and the clock ---------------------------------------------------------------------------------------
