@@ -9,14 +9,26 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from typing import NoReturn
+
+from megafour.config.errors import ConfigError
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser that leaves it to the caller to say what is wrong: once a node, and in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise ConfigError."""
+        raise ConfigError(f"{message} (see `train.py --help`)")
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """The command line; overrides are `section.key=value` words."""
-    parser = argparse.ArgumentParser(description="Train a model on a DP×PP×TP×CP mesh.")
-    parser.add_argument("--config", help="YAML file; it names only what it changes")
+    parser = Parser(prog="train.py", description="Train a model on a DP×PP×TP×CP mesh.")
+    parser.add_argument("--config", metavar="FILE", help="YAML file; it names only what it changes")
     parser.add_argument("--check", action="store_true", help="validate and resolve the config without launching")
-    parser.add_argument("--world", type=int, help="number of processes that --check assumes")
+    parser.add_argument("--world", type=_positive, metavar="N",
+                        help="number of processes that --check assumes (default: the fewest that the mesh takes)")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="change one key")
     args = parser.parse_intermixed_args(argv)
     if args.world is not None and not args.check:
@@ -24,12 +36,24 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return args
 
 
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
+    return int(text)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Exit code: 0 done, 1 failed, 2 wrong argument or config."""
-    args = parse(sys.argv[1:] if argv is None else argv)
     # Before torch is imported: oversubscribed OpenMP threads spin, which is several times slower.
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     os.environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // local, 1)))
+    try:
+        args = parse(sys.argv[1:] if argv is None else argv)
+    except ConfigError as error:
+        from megafour.mesh import Launch
+        from megafour.trainer.main import refuse
+
+        return refuse(error, Launch.from_environment(), 2)
     from megafour.trainer.main import check, run
 
     if args.check:

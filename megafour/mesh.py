@@ -12,14 +12,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from megafour.comm.group import Group, solo
+from megafour.comm.group import Group
 from megafour.comm.ledger import Ledger
-
-AXES = ("tp", "ulysses", "ring", "dp", "pp")
-"""Axes of the grid in the default rank order, fastest first: the chattiest axis gets the nearest ranks."""
-
-ORDERS = {"auto": AXES, "pp-outer": AXES, "pp-inner": ("tp", "ulysses", "ring", "pp", "dp")}
-"""Named rank orders; any other permutation is given as `tp-ulysses-ring-dp-pp`, fastest first."""
+from megafour.config.parallel_schema import AXES, ORDERS
 
 DERIVED = {
     "cp": ("ulysses", "ring"),  # who shares one sequence
@@ -251,6 +246,3 @@ def _new_group(name: str, candidates: list[tuple[int, ...]], rank: int, ledger: 
         # Only members call, so ranks outside need not know of the group and nobody waits for the whole world.
         known[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
     return Group(name, ranks, ranks.index(rank), known[ranks], ledger)
-
-
-__all__ = ["AXES", "ORDERS", "Launch", "Mesh", "solo", "start_distributed", "stop_distributed"]

@@ -80,6 +80,22 @@ def test_regions_are_conjugate(pool) -> None:
         assert max(errors) < 1e-10
 
 
+def copied_and_reduced(rank: int, world: int) -> list[list[float]]:
+    """Forward and gradient of `copy_to` and of `reduce_from` where rank r holds r + 1 and its gradient is 10^r."""
+    group = Mesh.build(tp=world).group("tp")
+    found = []
+    for region in (regions.copy_to, regions.reduce_from):
+        x = torch.tensor([rank + 1.0], requires_grad=True)
+        out = region(x, group)
+        out.backward(torch.tensor([10.0**rank]))
+        found.append([float(out), float(x.grad)])
+    return found
+
+
+def test_copy_and_reduce_are_each_others_backward(pool) -> None:
+    assert pool.run(copied_and_reduced, 3) == [[[r + 1.0, 111.0], [6.0, 10.0**r]] for r in range(3)]
+
+
 def test_a_group_of_one_moves_nothing() -> None:
     x = torch.ones(3)
     group = solo("tp")

@@ -213,6 +213,9 @@ def test_wrong_arguments_exit_with_2(tmp_path, capsys):
         [good, *out, "--tokenizer", "bytes:x"],
         [good, *out, "--tokenizer", "bytes", "--train-tokenizer", "300"],
         [good, good, *out, "--tokenizer", "bytes"],
+        [good, str(tmp_path / ".." / tmp_path.name / "a.jsonl"), *out, "--tokenizer", "bytes"],
+        [good, "--output", str(tmp_path), "--tokenizer", "bytes"],
+        [good, "--output", str(tmp_path / "new") + "/", "--tokenizer", "bytes"],
         [str(tmp_path / "none*"), *out, "--tokenizer", "bytes"],
         [str(tmp_path), *out, "--tokenizer", "bytes"],
         [str(tmp_path / "a.csv"), *out, "--tokenizer", "bytes"],
@@ -225,6 +228,14 @@ def test_wrong_arguments_exit_with_2(tmp_path, capsys):
             cli.main(["prepare", *args])
         err = capsys.readouterr().err
         assert ended.value.code == 2 and err.startswith("error: ") and err.count("\n") == 1, (args, err)
+
+
+def test_what_cannot_be_written_is_one_line(tmp_path, capsys):
+    (tmp_path / "a.jsonl").write_bytes(lines(TEXTS[:3]))
+    where = str(tmp_path / "a.jsonl" / "out")
+    assert cli.main(["prepare", str(tmp_path / "a.jsonl"), "--output", where, "--tokenizer", "bytes"]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith(f"error: {where}: ") and err.count("\n") == 1
 
 
 def test_finished_work_is_not_redone_nor_silently_replaced(tmp_path, capsys, monkeypatch):
@@ -299,6 +310,17 @@ def test_killed_at_any_time_it_is_whole_or_absent(tmp_path):
     assert subprocess.run(command, capture_output=True).returncode == 0
     data = IndexedDataset(tmp_path / "out")
     assert len(data) == 120_000 and list(data[119_999]) == ids(TEXTS[-1])
+
+
+@pytest.mark.parametrize(("text", "size", "reason"), [
+    ("", 300, "--train-tokenizer 300: the inputs hold no text to train on"),
+    ("hello", 9000, "--train-tokenizer 9000: Vocabulary size too high (9000)"),
+])
+def test_a_corpus_too_small_for_a_tokenizer(tmp_path, capsys, text, size, reason):
+    (tmp_path / "a.jsonl").write_bytes(lines([text]))
+    arguments = [str(tmp_path / "a.jsonl"), "--output", str(tmp_path / "x"), "--train-tokenizer", str(size)]
+    assert cli.main(["prepare", *arguments]) == 1
+    assert f"error: {reason}" in capsys.readouterr().err
 
 
 def test_train_tokenizer(tmp_path, capsys):

@@ -1,5 +1,6 @@
 """A run's folder: lock, resume rules, what is set aside, status, signals, metrics and logs."""
 
+import errno
 import io
 import json
 import math
@@ -155,6 +156,28 @@ def test_config_is_written_and_earlier_ones_stay(tmp_path):
         run.close()
     assert sorted(p.name for p in tmp_path.glob("config*")) == ["config-1.yaml", "config-2.yaml", "config.yaml"]
     assert "0.001" in (tmp_path / "config-1.yaml").read_text() and "0.003" in (tmp_path / "config.yaml").read_text()
+
+
+def test_status_speaks_of_this_run_from_the_moment_it_holds_the_folder(tmp_path):
+    """A run that ends before its first step must not leave the `preempted` of the one before."""
+    fake(tmp_path / "checkpoints", 5)
+    for resume, end in (("auto", lambda run: run.fail(0, "the checkpoint does not fit")), ("never", None)):
+        write_status(tmp_path, "preempted", 5, "SIGTERM")
+        try:
+            run = open_run_folder(config(tmp_path, resume), None)
+            assert read_status(tmp_path)["state"] == "running"
+            end(run)
+            run.close()
+        except CheckpointError:
+            pass
+        status = read_status(tmp_path)
+        assert status["state"] == "failed" and ("does not fit" in status["reason"] or "never" in status["reason"])
+    write_status(tmp_path, "preempted", 5, "SIGTERM")
+    held = RunLock(tmp_path / "lock").acquire()
+    with pytest.raises(CheckpointError, match="in use"):
+        open_run_folder(config(tmp_path, "auto"), None)
+    assert read_status(tmp_path)["state"] == "preempted"      # the folder is another run's
+    held.release()
 
 
 def test_status_says_how_a_run_ended_and_the_first_failure_stays(tmp_path):
@@ -314,3 +337,50 @@ def test_each_rank_has_a_log_and_only_the_writer_a_console(tmp_path, capsys):
     assert out.getvalue() == "hello from rank-0\n"
     assert "hello from rank-1" in (tmp_path / "rank-1.log").read_text()
     assert capsys.readouterr().err == "rank 1 (tp1): KeyError: 'a'\n"
+
+
+class Full:
+    """A disk or a pipe that takes nothing more."""
+
+    closed = False
+
+    def write(self, text):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    flush = close = lambda self: self.write("")
+
+    def isatty(self):
+        return False
+
+
+def test_a_line_that_cannot_be_written_ends_no_run(tmp_path):
+    log = RankLog(tmp_path, 0, stream=Full())
+    log._file = Full()
+    log.say("step 1")
+    log.close()
+
+
+def test_a_console_whose_reader_has_gone_ends_no_run(tmp_path):
+    code = ("from pathlib import Path\nfrom megafour.trainer.logs import RankLog\n"
+            f"log = RankLog(Path({str(tmp_path)!r}), 0)\n"
+            "for i in range(9999): log.say('a line of a run that goes on')\n")
+    run = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    run.stdout.close()
+    assert run.stderr.read() == b"" and run.wait() == 0
+    assert len((tmp_path / "rank-0.log").read_text().splitlines()) == 9999
+
+
+def test_a_status_that_cannot_be_written_does_not_hide_the_failure(tmp_path, monkeypatch):
+    run = open_run_folder(config(tmp_path), None)
+
+    def full(path, data):
+        path.write_text("cut")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(checkpoints, "write_file", full)
+    before = sorted(p.name for p in tmp_path.iterdir())
+    run.fail(3, "saving failed")
+    assert sorted(p.name for p in tmp_path.iterdir()) == before
+    with pytest.raises(CheckpointError, match="No space left"):
+        checkpoints.check_shared(tmp_path, None)
+    run.close()

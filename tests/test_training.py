@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from megafour.trainer import loop
+from megafour.trainer.scaler import LossScaler
 from tests import training
 from tests.training import losses, metrics, settings, write_corpus
 
@@ -60,6 +62,48 @@ def test_resumes_bit_equal_on_the_same_mesh(pool, tmp_path, precision) -> None:
             pool.run(training.train, 4, settings(place, mesh, train={"precision": precision}), die_after)
         runs.append([(line["loss"], line["grad_norm"], line["skipped_steps"]) for line in metrics(place)])
     assert len(runs[0]) == 12 and runs[0] == runs[1]
+
+
+@pytest.mark.parametrize("parallel", [{"tp": 2, "pp": 2}, {"dp": 2, "cp": 2, "zero_stage": 1}])
+def test_fp16_trains_alike_on_every_mesh(pool, tmp_path, parallel) -> None:
+    """The loss scale passes the pipeline, the shards and the sums over ranks, and shows in no number."""
+    runs = []
+    for name, mesh in (("one", {"dp": 1}), ("mesh", parallel)):
+        (tmp_path / name).mkdir()
+        write_corpus(tmp_path / name / "corpus")
+        values = settings(tmp_path / name, mesh, train={"precision": "fp16", "steps": 6}, optimizer={"lr": 1e-3})
+        assert set(pool.run(training.train, world(mesh), values)) == {0}
+        runs.append(metrics(tmp_path / name))
+    for one, other in zip(*runs, strict=True):
+        assert one["skipped_steps"] == other["skipped_steps"] == 0
+        assert other["loss"] == pytest.approx(one["loss"], rel=2e-3)
+        assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-2)
+
+
+def train_from_scale(rank: int, ranks: int, values: dict[str, Any], scale: float) -> int:
+    """`training.train` whose loss scale starts at `scale`."""
+    with mock.patch.object(LossScaler, "for_precision", lambda precision: LossScaler(dynamic=True, scale=scale)):
+        return training.train(rank, ranks, values)
+
+
+def test_fp16_overflow_is_skipped_on_every_rank_until_the_scale_fits(pool, folder) -> None:
+    values = settings(folder, FULL, train={"precision": "fp16"}, optimizer={"lr": 1e-3})
+    assert set(pool.run(train_from_scale, 16, values, 2.0**26)) == {0}
+    lines = metrics(folder)
+    skipped = [line["skipped_steps"] for line in lines]
+    assert 2 <= skipped[-1] <= 8 and skipped == [min(step + 1, skipped[-1]) for step in range(12)]
+    assert all(line["grad_norm"] is None for line in lines[: skipped[-1]])
+    assert all(math.isfinite(line["grad_norm"]) for line in lines[skipped[-1] :])
+    assert lines[skipped[-1]]["loss"] == pytest.approx(lines[0]["loss"], rel=0.1) and lines[-1]["loss"] < 4.2
+
+
+def test_the_last_step_is_saved_in_the_run_that_took_it_over(pool, folder) -> None:
+    """checkpoint.resume names another run's last checkpoint: there is nothing to train, and this run is whole too."""
+    assert pool.run(training.train, 1, settings(folder, {"dp": 1}, train={"steps": 2})) == [0]
+    other = settings(folder, {"dp": 1}, train={"steps": 2}, run={"dir": str(folder / "other")},
+                     checkpoint={"resume": str(folder / "run")})
+    assert pool.run(training.train, 1, other) == [0]
+    assert (folder / "other" / "checkpoints" / "step-00000002" / "manifest.json").is_file()
 
 
 @pytest.mark.parametrize("parallel", [{"dp": 1}, {"pp": 2}, {"tp": 2, "cp": 2}, {"dp": 2, "pp": 2, "tp": 2}])

@@ -196,3 +196,35 @@ def test_an_error_on_a_rank_is_a_failed_row(pool):
     outcome = check(pool, case("dp2"), 2, plant=raises_on_one_rank)
     assert not outcome.passed
     assert outcome.error is not None and outcome.error.startswith("rank 1: KeyError: 'layers.3'")
+
+
+@pytest.mark.parametrize("activation", ["geglu", "gelu"])
+def test_activations_that_no_family_has(pool, activation):
+    config = config_from({"model": {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 8,
+                                    "num_key_value_heads": 4, "activation": activation, "linear_bias": True},
+                          "train": {"global_batch_size": 2}})
+    outcome = check(pool, user_cases(config, [parse_mesh("pp2-tp2-cp2")], 2)[0], 2)
+    assert outcome.passed, outcome
+
+
+def rounded(precision: str, mesh: str, **model):
+    """A case at the rate of 2e-3, at which two sound 16-bit meshes would part ways."""
+    config = config_from({"model": {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 8, **model},
+                          "train": {"global_batch_size": 2}, "optimizer": {"lr": 2e-3},
+                          "lr_schedule": {"min_lr": 1e-3}})
+    return user_cases(config, [parse_mesh(mesh)], 3, precision)[0]
+
+
+GPT2 = {"norm": "layernorm", "activation": "gelu_tanh", "position": "learned", "qkv_bias": True, "linear_bias": True}
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("model", [{"num_key_value_heads": 4, "qk_norm": True}, GPT2], ids=["llama", "gpt2"])
+def test_rounding_alone_passes_and_a_fault_does_not(pool, precision, model):
+    """GPT-2's key bias has no gradient but rounding."""
+    for mesh in ("pp2", "tp2-cp2"):
+        outcome = check(pool, rounded(precision, mesh, **model), 3, precision=precision)
+        assert outcome.passed, outcome
+    for mesh, fault in (("tp2", norm_sync_dropped), ("cp2", loss_scaled_by_cp), ("cp2", label_lost_at_a_boundary)):
+        outcome = check(pool, rounded(precision, mesh, **model), 3, precision=precision, plant=fault)
+        assert not outcome.passed and outcome.error is None and outcome.gradient > 0.25, (mesh, outcome)

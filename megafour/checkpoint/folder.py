@@ -221,7 +221,11 @@ def check_shared(folder: Path, group: ProcessGroup | None, wait: float = 10.0) -
 
     def begin() -> str:
         folder.mkdir(parents=True, exist_ok=True)
-        write_file(folder / mark, mark)
+        try:
+            write_file(folder / mark, mark)
+        except OSError:
+            (folder / mark).unlink(missing_ok=True)
+            raise
         return mark
 
     mark = first_does(begin, group, f"writing to {folder}")

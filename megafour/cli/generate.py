@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,10 @@ def run(args: argparse.Namespace) -> int:
 
     for name, value, least in (("--max-tokens", args.max_tokens, 1), ("--temperature", args.temperature, 0),
                                ("--top-k", args.top_k, 0)):
-        if value < least:
-            raise ConfigError(f"{name} {value}: at least {least}")
+        if not least <= value < math.inf:
+            raise ConfigError(f"{name} {value}: a number, at least {least}")
+    if not 0 <= args.seed < 2**63:
+        raise ConfigError(f"--seed {args.seed}: a whole number from 0 to 2^63 - 1")
 
     from megafour.inference.generate import generate
     from megafour.inference.load import load_model

@@ -40,8 +40,14 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Runs the verb; wrong arguments exit with 2, other failures raise DataError."""
+    if os.path.isdir(args.output) or args.output.endswith("/"):
+        args.parser.error(f"--output {args.output} is a folder; name a prefix in it, as in "
+                          f"{os.path.join(args.output, 'corpus')}")
     started = time.monotonic()
-    done = _merge(args) if args.merge else _prepare(args)
+    try:
+        done = _merge(args) if args.merge else _prepare(args)
+    except OSError as error:    # no such place, no permission, a full disk: what was written stays, to go on from
+        raise DataError(f"{args.output}: {error}") from error
     seconds = time.monotonic() - started
     left_out = ", ".join(
         f"{done[key]} {key.replace('_', ' ')}" for key in ("empty_documents", "bad_records") if done[key]

@@ -1,8 +1,9 @@
 """From a YAML file and `section.key=value` overrides to a checked `Config`, and back to YAML."""
 
 import json
+import re
 from pathlib import Path as FilePath
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -12,7 +13,7 @@ from megafour.config.errors import ConfigError
 from megafour.config.presets import preset_values
 from megafour.config.schema import Config
 from megafour.config.suggest import unknown_key
-from megafour.config.types import nullable, section_of
+from megafour.config.types import alternatives, item_section, nullable, section_of
 from megafour.config.yaml_text import Path, Plain, dotted, parse_yaml, shown
 
 
@@ -162,19 +163,33 @@ def _first_error(error: ValidationError) -> tuple[Path, Any, str]:
     details = error.errors()
     kinds = ("literal_error", "int_type", "float_type", "string_type", "bool_type", "list_type", "none_required")
     detail = next((d for d in details if d["type"] not in kinds), details[0])
+    path = _key_path(detail["loc"])
+    if detail["type"] == "missing":
+        return path, None, "is required"
+    if detail["type"] in ("too_short", "too_long"):
+        bound = "at least {min_length}" if detail["type"] == "too_short" else "at most {max_length}"
+        return path, detail["input"], f"must have {bound.format(**detail['ctx'])} entries"
+    message = detail["msg"].removeprefix("Value error, ")
+    return path, detail["input"], re.sub(r"^(Input|String) should", "must", message)
+
+
+def _key_path(location: tuple[str | int, ...]) -> Path:
+    """pydantic's location without the names of unions' members, which are no keys."""
     path: list[str | int] = []
     model: type[BaseModel] | None = Config
-    for part in detail["loc"]:
-        if model is not None and part not in model.model_fields:
+    annotation: Any = Config
+    for part in location:
+        if model is not None:
+            if part not in model.model_fields:
+                break
+            annotation = model.model_fields[str(part)].annotation
+            model = section_of(annotation)
+        elif isinstance(part, int):
+            model = item_section(annotation)
+        elif not any(get_origin(member) is dict for member in alternatives(annotation)):
             break
-        if model is None and isinstance(part, str) and path[:2] != ["data", "valid"] and detail["type"] != "missing":
-            break  # the name of a union's member, not a key
         path.append(part)
-        model = section_of(model.model_fields[str(part)].annotation) if model is not None else None
-    if detail["type"] == "missing":
-        return tuple(path), None, "is required"
-    reason = detail["msg"].removeprefix("Value error, ").replace("Input should", "must").replace("should", "must")
-    return tuple(path), detail["input"], reason
+    return tuple(path)
 
 
 def json_schema() -> str:

@@ -6,6 +6,13 @@ from pydantic import Field
 
 from megafour.config.base import Count, Section, Text
 
+AXES = ("tp", "ulysses", "ring", "dp", "pp")
+"""Axes of the grid in the default rank order, fastest first: the chattiest axis gets the nearest ranks. cp is ulysses ·
+ring."""
+
+ORDERS = {"auto": AXES, "pp-outer": AXES, "pp-inner": ("tp", "ulysses", "ring", "pp", "dp")}
+"""Named rank orders; any other permutation is given as `tp-ulysses-ring-dp-pp`, fastest first."""
+
 
 class ContextConfig(Section):
     """How a long sequence is split over the cp axis."""

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 
 from megafour.config.errors import ConfigError
+from megafour.config.parallel_schema import AXES, ORDERS
 from megafour.config.presets import PRESETS
 from megafour.config.rules_context import context_rules, multiples, ulysses_ranks
 from megafour.config.rules_model import model_rules
@@ -12,9 +13,6 @@ from megafour.config.schema import Config
 
 Rule = Callable[[Config], Iterator[str]]
 """Yields one message for each way in which a configuration breaks it."""
-
-AXES = ("tp", "ulysses", "ring", "dp", "pp")
-"""Axes of `parallel.order`; cp is ulysses · ring."""
 
 
 def resolve(config: Config, world: int, data: bool = True) -> Config:
@@ -37,6 +35,12 @@ def resolve(config: Config, world: int, data: bool = True) -> Config:
     if data and not resolved.data.train:
         _refuse(config, "data.train is empty: give it at least one dataset, such as data.train=[{path: data/corpus}]")
     return resolved
+
+
+def smallest_world(config: Config) -> int:
+    """The fewest ranks that the mesh of a configuration as loaded takes: pp · tp · cp, and dp where it is a number."""
+    p = config.parallel
+    return p.pp * p.tp * p.cp * (1 if p.dp == "auto" else int(p.dp))
 
 
 def broken_rules(config: Config) -> list[str]:
@@ -150,7 +154,7 @@ def _partition(config: Config) -> Iterator[str]:
 
 def _order(config: Config) -> Iterator[str]:
     order = config.parallel.order
-    if order in ("auto", "pp-outer", "pp-inner") or sorted(order.split("-")) == sorted(AXES):
+    if order in ORDERS or sorted(order.split("-")) == sorted(AXES):
         return
-    yield (f"parallel.order = {order} is not an order of ranks: use auto, pp-outer, pp-inner, or {', '.join(AXES)} "
+    yield (f"parallel.order = {order} is not an order of ranks: use {', '.join(ORDERS)}, or {', '.join(AXES)} "
            f"each once, fastest first, joined by -, such as {'-'.join(AXES)}")

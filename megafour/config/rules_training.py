@@ -1,5 +1,6 @@
 """Rules on data, length, learning rate, precision and kernels."""
 
+import math
 from collections.abc import Collection, Iterator
 
 from megafour.config.schema import Config
@@ -11,6 +12,7 @@ def training_rules(config: Config) -> Iterator[str]:
     yield from _data(config)
     yield from _kernels(config)
     yield from _starting_point(config)
+    yield from _profile(config)
 
 
 def _learning_rate(config: Config) -> Iterator[str]:
@@ -37,6 +39,10 @@ def _data(config: Config) -> Iterator[str]:
     for key, sources in blends.items():
         if sources and sum(source.weight for source in sources) <= 0:
             yield f"{key}: the weights add up to 0; give at least one dataset a weight above 0"
+        weights = {source.weight for source in sources}
+        if key != "data.train" and len(weights) > 1:
+            yield (f"{key}: a validation set is read once, whole, so its weights must be equal, and they are "
+                   f"{', '.join(f'{source.weight:g}' for source in sources)}; leave them out")
         if not sources and key != "data.train":
             yield f"{key} is empty: give it a dataset, or remove it"
     if data.split is not None:
@@ -54,7 +60,8 @@ def _data(config: Config) -> Iterator[str]:
 
 def _split(text: str, valid: Collection[str]) -> Iterator[str]:
     shares = _shares(text)
-    if not 1 <= len(shares) <= 3 or min(shares) < 0 or sum(shares) <= 0:
+    if not 1 <= len(shares) <= 3 or not all(math.isfinite(share) for share in shares) or min(shares) < 0 or (
+            sum(shares) <= 0):
         yield (f"data.split = {text} is not valid: it must be the shares of train, validation and test, such as 98,1,1")
     elif shares[0] == 0:
         yield f"data.split = {text}: the share of train must be above 0"
@@ -88,3 +95,10 @@ def _starting_point(config: Config) -> Iterator[str]:
     checkpoint = config.checkpoint
     if checkpoint.init_optimizer and checkpoint.init_from is None:
         yield "checkpoint.init_optimizer = true needs checkpoint.init_from"
+
+
+def _profile(config: Config) -> Iterator[str]:
+    step, steps = config.logging.profile, config.train.steps or 0
+    if step is not None and step > steps:
+        yield (f"logging.profile = {step} is never reached: train.steps is {steps}; set it to a step from 1 to "
+               f"{steps}, or to null")

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-GATED = ("swiglu", "geglu", "reglu", "glu")
+GATED = ("swiglu", "geglu")
 """Activations whose MLP has a third matrix, the gate."""
 
 

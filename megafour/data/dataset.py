@@ -184,11 +184,6 @@ def build_datasets(config: Any, tokenizer: TokenizerInfo) -> Datasets:
         raise DataError("data.train names no dataset (with a weight above 0)")
     train, valid = reader.blend([entry for entry in data.train if entry.weight > 0], shares, 0), {}
     for name, entries in (data.valid or {}).items():
-        weights = {float(entry.weight) for entry in entries}
-        if len(weights) > 1:
-            raise DataError(
-                f"data.valid.{name}: a validation set is read once, whole, so its weights must be equal: {weights}"
-            )
         valid[name] = reader.joined(entries)
     if shares and shares[1]:
         if "valid" in valid:
@@ -245,7 +240,7 @@ def parse_split(split: str | Sequence[float] | None) -> list[float] | None:
         parts = [float(part) for part in (split.split(",") if isinstance(split, str) else split)]
     except ValueError:
         parts = []
-    if not 1 <= len(parts) <= 3 or min(parts) < 0 or parts[0] == 0:
+    if not 1 <= len(parts) <= 3 or not np.isfinite(parts).all() or min(parts) < 0 or parts[0] == 0:
         raise DataError(f'data.split={split}: write the shares of train, validation and test, as in "98,1,1"')
     parts += [0.0] * (3 - len(parts))
     return [part / sum(parts) for part in parts]

@@ -36,7 +36,12 @@ def read_info(prefix: str) -> dict[str, Any] | None:
         return None
     try:
         info = json.loads(path.read_text(encoding="utf-8"))
-        return info if isinstance(info["tokenizer"], dict) else None
+        if not isinstance(info["tokenizer"], dict):
+            return None
+        missing = [key for key in ("kind", "hash", "vocab_size", "eod_id") if key not in info["tokenizer"]]
+        if missing:
+            raise KeyError("tokenizer." + missing[0])
+        return info
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path} is not the description of a dataset: {error!r}") from error
 

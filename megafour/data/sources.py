@@ -82,9 +82,10 @@ def expand(patterns: Sequence[str]) -> list[str]:
     seen: set[str] = set()
     for path in files:
         file_format(path)
-        if path in seen:
+        place = os.path.abspath(path)
+        if place in seen:
             raise DataError(f"{path} is named twice among the inputs")
-        seen.add(path)
+        seen.add(place)
     return files
 
 

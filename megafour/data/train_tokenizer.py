@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import os
+import re
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 
 from megafour.data.errors import DataError
@@ -19,14 +21,17 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int, path: Path) -> No
     """Trains on `texts` and writes the model to `path`, aside first.
 
     Byte fallback, no normalisation and no dummy prefix, so that every text round-trips; digits are split. Raises
-    DataError when the corpus has too few words for `vocab_size` entries.
+    DataError when the corpus has no text, or too few words for `vocab_size` entries.
     """
     import sentencepiece
 
-    model = io.BytesIO()
+    model, lines = io.BytesIO(), _lines(texts)
+    first = next(lines, None)
+    if first is None:
+        raise DataError(f"--train-tokenizer {vocab_size}: the inputs hold no text to train on")
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=_lines(texts),
+            sentence_iterator=chain([first], lines),
             model_writer=model,
             model_type="bpe",
             vocab_size=vocab_size,
@@ -42,7 +47,9 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int, path: Path) -> No
             minloglevel=2,
         )
     except RuntimeError as error:
-        raise DataError(f"--train-tokenizer {vocab_size}: {' '.join(str(error).split())}") from error
+        # The library begins with its own source's place and condition: "INTERNAL: src/x.cc(744) [a == b] Vocabulary …".
+        reason = re.sub(r"^[A-Z_]+: \S+\.cc\(\d+\) \[.*\] *(?=\S)", "", " ".join(str(error).split()))
+        raise DataError(f"--train-tokenizer {vocab_size}: {reason}") from error
     aside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     aside.write_bytes(model.getvalue())
     os.replace(aside, path)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import sys
 import time
 from pathlib import Path
@@ -12,6 +14,7 @@ from typing import Any, TextIO
 class RankLog:
     """`logs/rank-N.log` of one rank. The writer's lines go to the console too.
 
+    A line that cannot be written (a full disk, a console whose reader has gone) is lost and ends no run.
     Python's warnings and the log records of libraries go to the file as well, so that a cluster's logs say where.
     """
 
@@ -46,14 +49,20 @@ class RankLog:
         """A line for this rank's log only."""
         if not self._file.closed:
             stamp = time.strftime("%Y-%m-%d %H:%M:%S")
-            self._file.write("".join(f"{stamp} {line}\n" for line in text.splitlines()))
+            with contextlib.suppress(OSError):
+                self._file.write("".join(f"{stamp} {line}\n" for line in text.splitlines()))
 
     def show(self, text: str) -> None:
         """A line for the console only, above the progress bar if there is one."""
-        if self._bar is not None:
-            self._bar.write(text, file=self._stream)
-        else:
-            print(text, file=self._stream, flush=True)
+        try:
+            if self._bar is not None:
+                self._bar.write(text, file=self._stream)
+            else:
+                print(text, file=self._stream, flush=True)
+        except BrokenPipeError:     # what is left in its buffer would fail again, and at exit too
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+        except OSError:
+            pass
 
     def alarm(self, text: str) -> None:
         """A failure of this rank: in its log and, named by its rank, on standard error."""
@@ -78,7 +87,8 @@ class RankLog:
         if self._bar is not None:
             self._bar.close()
             self._bar = None
-        self._file.close()
+        with contextlib.suppress(OSError):
+            self._file.close()
 
 
 class _Records(logging.Handler):

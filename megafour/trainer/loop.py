@@ -76,7 +76,7 @@ class Run:
         return BatchLoader(dataset, dp_rank=mesh.group("dp").rank, dp_size=mesh.dp,
                            global_batch_size=cfg.train.global_batch_size, micro_batch_size=cfg.train.micro_batch_size,
                            positions=self.state.stage.build.positions, start_sample=start, workers=workers,
-                           skip_samples=cfg.data.skip_samples if start or dataset is self.datasets.train else (),
+                           skip_samples=cfg.data.skip_samples if dataset is self.datasets.train else (),
                            document_mask=cfg.data.document_mask)
 
     def _on_device(self, batches: list[MicroBatch]) -> list[MicroBatch]:
@@ -218,7 +218,8 @@ class Run:
         restore_small_state(self.state, saved)
         self.progress = Progress(saved["step"], saved["consumed_samples"], saved["consumed_tokens"],
                                  saved["skipped_steps"])
-        self.saved_step = self.progress.step
+        own = path.resolve().parent == Path(self.config.checkpoint_dir).resolve()
+        self.saved_step = self.progress.step if own else -1     # another run's checkpoint is not this run's
 
     def start_from(self, path: Path, *, optimizer: bool) -> None:
         """Take weights (and moments) from another run's checkpoint, at step 0."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 import traceback
@@ -15,7 +16,7 @@ from megafour.checkpoint.errors import CheckpointError
 from megafour.config.describe import describe
 from megafour.config.errors import ConfigError
 from megafour.config.load import load_config
-from megafour.config.rules import resolve
+from megafour.config.rules import resolve, smallest_world
 from megafour.config.schema import Config
 from megafour.data.dataset import Datasets, build_datasets
 from megafour.data.description import tokenizer_info
@@ -27,7 +28,7 @@ from megafour.trainer.loop import Run, TrainingError
 from megafour.trainer.memory import keep_heap
 from megafour.trainer.metrics import Metrics
 from megafour.trainer.run_folder import RunFolder, open_run_folder
-from megafour.trainer.setup import build_mesh, build_state
+from megafour.trainer.setup import build_mesh, build_state, choose_device
 from megafour.trainer.signals import StopRequest
 
 REFUSAL_WAIT = 20.0
@@ -42,16 +43,25 @@ def refuse(error: Exception, launch: Launch, code: int) -> int:
     """
     if launch.local_rank != 0:
         time.sleep(REFUSAL_WAIT)
+    return say_refusal(error, code)
+
+
+def say_refusal(error: Exception, code: int) -> int:
+    """The one line; returns the exit code."""
     print(f"error: {error}", file=sys.stderr, flush=True)
     return code
 
 
 def check(path: str | None, overrides: list[str], world: int | None) -> int:
-    """Validate and resolve without launching; prints what the run would be."""
+    """Validate and resolve without launching; prints what the run would be.
+
+    The number of ranks is `world`, else that of the launch, else the fewest that the mesh takes.
+    """
     launch = Launch.from_environment()
     try:
         config = load_config(path, overrides)
-        print(describe(resolve(config, world or launch.world)))
+        ranks = world or (launch.world if launch.world > 1 else smallest_world(config))
+        print(describe(resolve(config, ranks)))
     except ConfigError as error:
         return refuse(error, launch, 2)
     return 0
@@ -62,6 +72,7 @@ def run(path: str | None, overrides: list[str]) -> int:
     launch = Launch.from_environment()
     try:
         config = resolve(load_config(path, overrides), launch.world)
+        device = choose_device(config, launch)
         tokenizer, info = open_tokenizer(config)
         config = config.replace({"model.vocab_size": vocabulary(config, info)})
         config = resolve(config, launch.world)
@@ -70,7 +81,12 @@ def run(path: str | None, overrides: list[str]) -> int:
         return refuse(error, launch, 2)
     except DataError as error:
         return refuse(error, launch, 1)
-    return train(config, launch, tokenizer, datasets) or 0
+    try:
+        return train(config, launch, device, tokenizer, datasets) or 0
+    except Exception:
+        if "TORCHELASTIC_ERROR_FILE" not in os.environ:
+            raise
+        return 1        # `record` has told torchrun, which shows the first rank's traceback, once
 
 
 def open_tokenizer(config: Config) -> tuple[Tokenizer | None, TokenizerInfo]:
@@ -94,9 +110,9 @@ def vocabulary(config: Config, info: TokenizerInfo) -> int:
 
 
 @record
-def train(config: Config, launch: Launch, tokenizer: Tokenizer | None, datasets: Datasets) -> int:
+def train(config: Config, launch: Launch, device: torch.device, tokenizer: Tokenizer | None,
+          datasets: Datasets) -> int:
     """Join the world and train. What one line explains ends with that line; anything else with its traceback."""
-    device = launch.device(config.run.device)
     if device.type == "cpu":
         keep_heap()
     start_distributed(launch, device)
@@ -115,19 +131,28 @@ def train_on(mesh: Mesh, config: Config, launch: Launch, tokenizer: Tokenizer | 
     log = RankLog(folder.logs, mesh.rank, where=mesh.describe())
     training: Run | None = None
     try:
+        source = starting_point(config, folder)
         with StopRequest(folder.stop_file if mesh.rank == 0 else None) as stop:
             training = Run(config, build_state(config, mesh, int(config.model.vocab_size)), datasets, tokenizer,
                            log=log, stop_asked=stop.asked, peak_tflops=peak_tflops(config, device))
-            outcome = _start_and_train(training, folder)
-            folder.status(outcome, training.progress.step, stop.reason if outcome == "preempted" else None)
+            outcome = _start_and_train(training, folder, source)
+            reason = (stop.reason or "a signal on another rank") if outcome == "preempted" else None
+            folder.status(outcome, training.progress.step, reason)
+            log.say(f"{outcome} after step {training.progress.step}{f' by {reason}' if reason else ''}, saved in "
+                    f"{checkpoints.step_path(folder.checkpoints, training.progress.step)}")
     except (CheckpointError, DataError, TrainingError) as error:
-        folder.fail(training.progress.step if training else 0, str(error))
+        first = folder.fail(training.progress.step if training else 0, str(error))
         log.note(f"error: {error}")
+        if isinstance(error, DataError):    # not alike on all ranks, as the others are: who meets it first says it
+            return say_refusal(error, 1) if first else 1
         return refuse(error, launch, 1)
     except Exception as error:
-        step = training.progress.step if training else 0
-        folder.fail(step, f"{mesh.describe()}: {type(error).__name__}: {error}")
-        log.alarm(f"failed in step {step + 1}\n{traceback.format_exc()}")
+        step, what = training.progress.step if training else 0, f"{type(error).__name__}: {error}"
+        first = folder.fail(step, f"{mesh.describe()}: {what}")
+        log.note(f"failed in step {step + 1}\n{traceback.format_exc()}")
+        if not first:       # for want of the rank that failed first: that one's traceback is the one to show
+            return 1
+        log.alarm(f"failed in step {step + 1}: {what} (traceback in {log.path})")
         raise
     finally:
         folder.close()
@@ -135,15 +160,31 @@ def train_on(mesh: Mesh, config: Config, launch: Launch, tokenizer: Tokenizer | 
     return 0
 
 
-def _start_and_train(training: Run, folder: RunFolder) -> str:
-    """Resume or start, then train; returns the outcome."""
+def starting_point(config: Config, folder: RunFolder) -> Path | None:
+    """The other run's checkpoint that a new run takes its weights from, found before any model is built.
+
+    Raises:
+        CheckpointError: checkpoint.init_from names none.
+    """
+    wanted = config.checkpoint.init_from
+    if wanted is None or folder.resume_from is not None:
+        return None
+    try:
+        return checkpoints.find(Path(wanted))
+    except CheckpointError as error:
+        raise CheckpointError(f"checkpoint.init_from={wanted}: {error}") from None
+
+
+def _start_and_train(training: Run, folder: RunFolder, source: Path | None) -> str:
+    """Resume, or start (from `source`, if that is given), then train; returns the outcome."""
     config = training.config
     if folder.resume_from is not None:
         training.restore(folder.resume_from)
         training.log.say(f"resumed from {folder.resume_from}, step {training.progress.step}, "
                          f"on mesh {training.state.mesh.words}")
-    elif config.checkpoint.init_from is not None:
-        source = checkpoints.find(Path(config.checkpoint.init_from))
+        if training.progress.step >= int(config.train.steps or 0):
+            training.log.say(f"nothing to train: that is train.steps={config.train.steps} or beyond it")
+    elif source is not None:
         training.start_from(source, optimizer=config.checkpoint.init_optimizer)
         training.log.say(f"weights taken from {source}")
     folder.begin(training.progress.step, config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -48,8 +49,8 @@ class RunFolder:
     def begin(self, step: int, config: Config) -> None:
         """Training starts from `step`: set aside what later steps left, write config.yaml and status.json.
 
-        Every rank calls it together, after the checkpoint was loaded: a checkpoint that does not fit this model then
-        leaves the folder as it was.
+        Every rank calls it together, after the checkpoint was loaded: one that does not fit this model then costs no
+        checkpoint, no metrics and no config their place.
         """
         def work() -> None:
             checkpoints.set_aside(self.checkpoints, step)
@@ -64,10 +65,19 @@ class RunFolder:
         if rank_in(self.group) == 0:
             write_status(self.path, state, step, reason)
 
-    def fail(self, step: int, reason: str) -> None:
-        """Any rank that fails says why; the first reason stays, since later ones follow from it."""
-        if read_status(self.path).get("state") == "running":
-            write_status(self.path, "failed", step, reason)
+    def fail(self, step: int, reason: str) -> bool:
+        """Any rank that fails says why; the first reason stays, since later ones follow from it.
+
+        A status that cannot be written (a full disk) must not take the place of the failure itself.
+
+        Returns:
+            whether this is the first failure.
+        """
+        first = read_status(self.path).get("state") == "running"
+        if first:
+            with contextlib.suppress(OSError):
+                write_status(self.path, "failed", step, reason)
+        return first
 
     def close(self) -> None:
         """Give the lock back. The stop file has been answered and goes too."""
@@ -83,6 +93,9 @@ class RunFolder:
 
 def open_run_folder(config: Config, group: ProcessGroup | None) -> RunFolder:
     """Lock the run's folder and find where to resume from. Every rank calls it together.
+
+    From here on status.json speaks of this run: one that ends before its first step must not leave the `preempted` of
+    the run before it, which would have it queued again for ever.
 
     Args:
         config: resolved; run.dir, checkpoint.dir and checkpoint.resume count.
@@ -100,7 +113,14 @@ def open_run_folder(config: Config, group: ProcessGroup | None) -> RunFolder:
         (path / "logs").mkdir(exist_ok=True)
         locks.append(RunLock(path / "lock").acquire())
         checkpoints.tidy(saved)
-        return resume_point(saved, config.checkpoint.resume)
+        step = int(read_status(path).get("step") or 0)
+        try:
+            found = resume_point(saved, config.checkpoint.resume)
+        except CheckpointError as error:
+            write_status(path, "failed", step, str(error))
+            raise
+        write_status(path, "running", step)
+        return found
 
     try:
         resume_from = first_does(work, group, f"opening {path}")
@@ -208,5 +228,9 @@ def read_status(folder: Path) -> dict:
 def _replace(path: Path, text: str) -> None:
     """Give a file new content in one move: a reader sees the old or the new one."""
     aside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    checkpoints.write_file(aside, text)
-    os.replace(aside, path)
+    try:
+        checkpoints.write_file(aside, text)
+        os.replace(aside, path)
+    except OSError:
+        aside.unlink(missing_ok=True)
+        raise

@@ -4,14 +4,36 @@ from __future__ import annotations
 
 import torch
 
+from megafour.config.errors import ConfigError
 from megafour.config.schema import Config
-from megafour.mesh import Mesh
+from megafour.kernels.attention import select_attention
+from megafour.mesh import Launch, Mesh
 from megafour.model.stage import DTYPES, build_stage, initialize
 from megafour.optim.optimizer import ShardedOptimizer
 from megafour.parallel.context import Core
 from megafour.parallel.data.buckets import GradientBuckets
 from megafour.trainer.scaler import LossScaler
 from megafour.trainer.step import TrainState
+
+
+def choose_device(config: Config, launch: Launch) -> torch.device:
+    """Where this rank computes, once this machine is known to have what the config asks of it.
+
+    Raises:
+        ConfigError: run.device asks for more GPUs than there are, or kernels.attention for a backend that this device
+        does not have.
+    """
+    device = launch.device(config.run.device)
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device.type == "cuda" and gpus < launch.local_world:
+        raise ConfigError(f"run.device = cuda: one GPU a rank, and this machine has {gpus} for {launch.local_world} "
+                          f"local ranks; launch fewer ranks, or set run.device=auto, which then takes the CPU")
+    try:
+        select_attention(config.kernels.attention, device.type, DTYPES[config.train.precision],
+                         config.model.attention_dropout > 0)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    return device
 
 
 def build_mesh(config: Config, device: torch.device, *, ledger: bool | None = None) -> Mesh:

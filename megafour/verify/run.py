@@ -25,9 +25,6 @@ from megafour.verify.reference import Reference, run_reference, start
 from megafour.verify.shrink import VOCAB, Case
 from megafour.verify.toy import toy_batches
 
-GRADIENT_FLOOR = 1e-6
-"""A gradient is compared on a scale of at least this share of the model's largest: GPT-2's key bias has none at all."""
-
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -39,10 +36,16 @@ class Tolerance:
     grad_norm: float
     gradient: float
     weights: float
+    gradient_floor: float = 1e-6
+    """A gradient is compared on a scale of at least this share of the model's largest: GPT-2's key bias has none at
+    all, but what rounding leaves of it."""
+    weight_floor: float = 1.0
+    """A weight is compared on a scale of at least so many times the sum of the learning rates used: AdamW moves one
+    whose gradient is nothing but rounding by up to the whole rate, in either direction."""
 
 
-TOLERANCES = {"fp64": Tolerance(1e-9, 1e-9, 1e-9, 1e-9), "fp32": Tolerance(1e-5, 1e-4, 1e-3, 1e-3),
-              "bf16": Tolerance(1e-2, 5e-2, 1e-1, 1e-1)}
+TOLERANCES = {"fp64": Tolerance(1e-9, 1e-9, 1e-9, 1e-9), "fp32": Tolerance(1e-5, 1e-4, 1e-3, 1e-3, 1e-4, 10),
+              "bf16": Tolerance(1e-2, 5e-2, 0.25, 1e-1, 1e-2, 10)}
 
 Plant = Callable[[], AbstractContextManager[Any]]
 """Enters a fault on a rank and takes it out again; how the tests prove that faults are found."""
@@ -177,10 +180,11 @@ def _compare(case: Case, steps: int, reference: Reference, precision: str, devic
             positions=state.stage.build.positions)]
         rate = learning_rate(config.optimizer, config.lr_schedule, step, int(config.train.steps or 0))
         result = train_step(state, batches, step, rate,
-                            observe=lambda s, step=step: _gradients(s, reference.grads[step], found))  # type: ignore[misc]
+                            observe=lambda s, step=step: _gradients(  # type: ignore[misc]
+                                s, reference.grads[step], found, TOLERANCES[precision].gradient_floor))
         found.loss = worst((found.loss, deviation(result.loss, reference.losses[step])))
         found.grad_norm = worst((found.grad_norm, deviation(result.grad_norm, reference.norms[step])))
-    floor = sum(reference.learning_rates)
+    floor = TOLERANCES[precision].weight_floor * sum(reference.learning_rates)
     for param, piece in named_pieces(state.stage):
         want = reference.weights[piece.name]
         part = _difference(piece.view(param), _rectangle(want, piece))
@@ -194,10 +198,10 @@ def deviation(got: float, want: float) -> float:
     return abs(got - want) / max(abs(want), 1e-300) if got != want else 0.0
 
 
-def _gradients(state: TrainState, wanted: dict[str, Tensor], found: Compared) -> None:
-    """Compare this rank's shards of the summed gradients."""
+def _gradients(state: TrainState, wanted: dict[str, Tensor], found: Compared, share: float) -> None:
+    """Compare this rank's shards of the summed gradients, on a scale of at least `share` of the model's largest."""
     found.held = []
-    floor = max(GRADIENT_FLOOR * max(float(g.abs().max()) for g in wanted.values()), 1e-300)
+    floor = max(share * max(float(g.abs().max()) for g in wanted.values()), 1e-300)
     for bucket in state.buckets.buckets:
         shard = bucket.grads[bucket.shard]
         for param, piece, a, b in bucket.shard_ranges():

@@ -23,6 +23,10 @@ MIN_SEQ = 24
 
 MAX_ACCUMULATION = 4
 
+RATE_16_BIT = 1e-4
+"""The highest learning rate of a 16-bit comparison. AdamW's first steps follow the sign of a gradient, which rounding
+to 16 bits turns for many small ones: at the user's rate two sound meshes would part ways within the steps compared."""
+
 
 @dataclass(frozen=True)
 class Case:
@@ -66,6 +70,7 @@ def shrink(config: Config, meshes: Sequence[Degrees], steps: int, precision: str
     head_dim = 8 if device == "cuda" else min(8, max(4, HIDDEN // heads // 2 * 2))
     hidden = max(8, round(heads * head_dim * model.hidden_size / (model.num_attention_heads * model.head_size)))
     ffn_unit = math.lcm(*tps)
+    rate = min(config.optimizer.lr, RATE_16_BIT) if precision == "bf16" else config.optimizer.lr
     return config.replace({
         "model.preset": None, "model.num_attention_heads": heads, "model.num_key_value_heads": kv,
         "model.head_dim": head_dim, "model.hidden_size": hidden, "model.vocab_size": VOCAB,
@@ -79,8 +84,8 @@ def shrink(config: Config, meshes: Sequence[Degrees], steps: int, precision: str
         "data": {"seq_length": seq, "document_mask": config.data.document_mask},
         "train.micro_batch_size": min(config.train.micro_batch_size, 2), "train.precision": precision,
         "train.steps": 2 * steps, "train.tokens": None,
-        "lr_schedule": _lr_schedule(config, steps),
         "optimizer.eps": max(config.optimizer.eps, 1e-8),
+        "optimizer.lr": rate, "lr_schedule": _lr_schedule(config, steps, rate),
         "run.device": device, "run.name": "verify", "run.dir": "runs/{name}",
         "kernels": config.kernels.model_dump() if device == "cuda" else {},
         "checkpoint": {}, "eval": {}, "logging": {},
@@ -188,10 +193,10 @@ def _rope_scaling(config: Config, seq: int) -> dict[str, Any] | None:
     return values
 
 
-def _lr_schedule(config: Config, steps: int) -> dict[str, Any]:
+def _lr_schedule(config: Config, steps: int, peak: float) -> dict[str, Any]:
     """The same shape over twice the steps that run, so that the rate is above zero in all of them."""
     schedule = config.lr_schedule
-    return {"name": schedule.name, "min_lr": schedule.min_lr, "warmup_steps": min(schedule.warmup_steps, 1)}
+    return {"name": schedule.name, "min_lr": min(schedule.min_lr, peak), "warmup_steps": min(schedule.warmup_steps, 1)}
 
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -226,7 +231,8 @@ def option_case(config: Config, row: Row, steps: int, precision: str = "fp64", d
         "parallel.pipeline.schedule": row.get("schedule", "1f1b"), "parallel.pipeline.partition": "auto",
         "train.micro_batch_size": int(row["micro_batch_size"]), "train.recompute": row["recompute"],
         "train.grad_clip": 0.1 if row["clip"] == "tight" else 0.0, "optimizer.name": row["optimizer"]})
-    toy = shrink(asked, [mesh], steps, precision, device).replace({"model.num_layers": layers})
+    toy = shrink(asked, [mesh], steps, precision, device).replace({
+        "model.num_layers": layers, "model.num_attention_heads": heads, "model.num_key_value_heads": kv})
     if row.get("layers") == "explicit":    # the surplus layer where the automatic cut would not put it
         asked = asked.replace({"parallel.pipeline.partition": [*[1] * (mesh.pp - 1), layers - mesh.pp + 1]})
     options = tuple((name, value) for name, value in row.items() if name != "mesh")
@@ -246,7 +252,7 @@ def _heads(kind: str, tp: int, ulysses: int = 1) -> tuple[int, int]:
         return math.lcm(4, tp * ulysses), math.lcm(4, tp * ulysses)
     if kind == "grouped":
         return math.lcm(2 * max(tp, 2), tp * ulysses), max(tp, 2)
-    if kind == "one" or tp == 1:
+    if kind == "one":
         return math.lcm(2, tp * ulysses), 1
     repeated = max(kv for kv in range(1, tp) if tp % kv == 0)
     return math.lcm(2 * tp, tp * ulysses), repeated

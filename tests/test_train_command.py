@@ -1,0 +1,105 @@
+"""train.py: what is refused before any process group exists, in one line and with exit code 2."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megafour.config.errors import ConfigError
+from megafour.config.load import config_from
+from megafour.config.rules import resolve, smallest_world
+from megafour.mesh import Launch
+from megafour.trainer.setup import choose_device
+from tests.training import settings, write_corpus
+
+CONFIGS = Path(__file__).parent.parent / "configs"
+
+
+@pytest.fixture(scope="module")
+def command():
+    """The entry point's `main`."""
+    spec = importlib.util.spec_from_file_location("train_command", CONFIGS.parent / "train.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.main
+
+
+@pytest.mark.parametrize(("argv", "words"), [
+    (["--tp=3"], "--tp=3"),
+    (["--world", "2"], "--world goes with --check"),
+    (["--check", "--world", "-3"], "'-3' is not a positive whole number"),
+    (["--check", "--world", "0"], "'0' is not a positive whole number"),
+    (["--check", "nonsense"], "an override is section.key=value"),
+    (["train.steps=x"], "train.steps = x"),
+    (["--config", "nowhere.yaml"], "nowhere.yaml: cannot be read"),
+])
+def test_one_line_and_exit_2(command, capfd, argv, words):
+    assert command(argv) == 2
+    err = capfd.readouterr().err
+    assert err.startswith("error: ") and err.count("\n") == 1 and words in err
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("quickstart", 8), ("llama3-70b-128k", 128), ("gpt2-124m", 1)])
+def test_check_assumes_the_fewest_ranks_that_the_mesh_takes(command, capfd, name, ranks):
+    assert command(["--check", "--config", str(CONFIGS / f"{name}.yaml")]) == 0
+    out = capfd.readouterr().out
+    assert f"world {ranks} =" in out or ranks == 1
+    assert smallest_world(config_from({"parallel": {"dp": 3, "tp": 2}})) == 6
+
+
+@pytest.mark.parametrize(("values", "words"), [
+    ({"run": {"device": "cuda"}}, "run.device = cuda: one GPU a rank, and this machine has 1 for 2 local ranks"),
+    ({"kernels": {"attention": "flash"}}, "kernels.attention=flash needs CUDA"),
+])
+def test_what_the_machine_lacks_is_refused_at_start(monkeypatch, values, words):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    config = resolve(config_from({**values, "data": {"train": [{"path": "a"}]}}), 2)
+    with pytest.raises(ConfigError, match=words):
+        choose_device(config, Launch(0, 2, 0, 2))
+
+
+FAULTY = """
+import sys, unittest.mock
+import megafour.trainer.loop as loop
+from megafour.data.errors import DataError
+from train import main
+
+real = loop.train_step
+
+def train_step(state, batches, step, *rest):
+    if step == 2 and state.mesh.rank == 1:
+        raise {error}("planted fault")
+    return real(state, batches, step, *rest)
+
+with unittest.mock.patch.object(loop, "train_step", train_step):
+    code = main(sys.argv[1:])
+sys.exit(code)
+"""
+
+
+@pytest.mark.parametrize(("error", "said"), [
+    ("RuntimeError", "rank 1 (pp1): failed in step 3: RuntimeError: planted fault (traceback in "),
+    ("DataError", "error: planted fault"),
+])
+def test_the_first_failure_is_shown_once_and_named(tmp_path, error, said):
+    """Under torchrun: not the failures of the ranks that lose their peer by it, and no traceback twice."""
+    write_corpus(tmp_path / "corpus")
+    values = settings(tmp_path, {"pp": 2})
+    (tmp_path / "run.yaml").write_text(json.dumps(values))
+    (tmp_path / "faulty.py").write_text(FAULTY.replace("{error}", error))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+               str(tmp_path / "faulty.py"), "--config", str(tmp_path / "run.yaml")]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120,
+                           env={**os.environ, "PYTHONPATH": str(CONFIGS.parent)})
+    assert ended.returncode == 1
+    assert ended.stderr.count(said) == 1
+    assert ended.stderr.count("in train_step") == (1 if error == "RuntimeError" else 0)     # torchrun's own summary
+    assert "[rank" not in ended.stderr and "rank 0 (pp0): failed" not in ended.stderr
+    status = json.loads((tmp_path / "run" / "status.json").read_text())
+    assert status["state"] == "failed" and "planted fault" in status["reason"] and status["step"] == 2
