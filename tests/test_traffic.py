@@ -160,6 +160,23 @@ def test_a_step_in_several_buckets_and_chunks(pool):
     same(pool.run(with_small_parts, world, config))
 
 
+def test_a_skipped_step_gathers_no_weights(pool):
+    config, world = config_of(dp=2, tp=2)
+    for got, want in same(pool.run(skipped_step, world, config)):
+        assert ("dp_cp", "all_gather") not in got and want
+
+
+def skipped_step(rank, world, config):
+    mesh = build_mesh(config, torch.device("cpu"), ledger=True)
+    state = build_state(config, mesh, VOCAB)
+    next(state.stage.parameters()).data.fill_(float("nan"))
+    batches = toy_batches(config, config, VOCAB, 0, "all", dp_rank=mesh.group("dp").rank,
+                          positions=state.stage.build.positions)
+    mesh.ledger.reset()
+    assert not train_step(state, batches, 0, 1e-3).applied
+    return counted(mesh.ledger), calls_and_bytes(traffic.predicted(config, mesh, VOCAB, batches, updated=False))
+
+
 def with_small_parts(rank, world, config):
     small = 4096
     with (mock.patch("megafour.cost.parameters.BUCKET_BYTES", small), mock.patch(
