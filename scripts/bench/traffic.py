@@ -44,8 +44,8 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
 """What runs, on how many ranks, with which options."""
 
 BY_CONVENTION = ("all_gather",)
-"""Beginnings of cases that are shown but not judged: gloo's reduce-scatter costs as much as an all-reduce, twice what the
-convention counts."""
+"""Beginnings of cases that are shown but not judged: gloo's reduce-scatter costs as much as an all-reduce, twice what
+the convention counts."""
 
 
 def lo_bytes() -> int:
