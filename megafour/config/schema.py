@@ -212,7 +212,7 @@ class LoggingConfig(Section):
     """Project in Weights & Biases. Null: off. A tracker that fails never stops a run."""
 
     traffic: bool = False
-    """Count the bytes that each primitive moves on each axis, and log them."""
+    """Count calls, bytes and time of each primitive on each axis; log them beside the bytes that formulas predict."""
 
     timeline: bool = False
     """Record the pipeline's timeline. This version: false."""

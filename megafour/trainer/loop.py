@@ -20,7 +20,7 @@ from megafour.data.dataset import Datasets
 from megafour.data.loader import BatchLoader
 from megafour.data.tokenizer import Tokenizer
 from megafour.optim.lr_schedule import learning_rate
-from megafour.trainer import diagnose
+from megafour.trainer import diagnose, traffic
 from megafour.trainer.logs import RankLog
 from megafour.trainer.memory import peak_bytes
 from megafour.trainer.metrics import Metrics
@@ -116,8 +116,12 @@ class Run:
         lr = learning_rate(cfg.optimizer, cfg.lr_schedule, progress.step, total)
         if state.mesh.ledger is not None:
             state.mesh.ledger.reset()
+        started = time.perf_counter()
         with self._profile():
             result = train_step(state, batches, progress.step, lr, float(self.stop_asked()))
+        if state.mesh.ledger is not None and (progress.step == 0 or (progress.step + 1) % cfg.logging.every == 0):
+            table = traffic.table(cfg, state, batches, time.perf_counter() - started, updated=result.applied)
+            self.log.say(f"traffic of {state.mesh.describe()} in step {progress.step + 1}\n{table}")
         if not result.applied:
             self._skipped(batches, result)
         else:
@@ -128,8 +132,6 @@ class Run:
         if cfg.logging.parameter_norms and progress.step % cfg.logging.parameter_norms == 0:
             for text in diagnose.parameter_norms(state):
                 self.log.say(text)
-        if state.mesh.ledger is not None and (progress.step == 1 or progress.step % cfg.logging.every == 0):
-            self.log.say(f"traffic of rank {state.mesh.rank} in step {progress.step}\n{state.mesh.ledger.table()}")
         return result, lr
 
     def _skipped(self, batches: list[MicroBatch], result: StepResult) -> None:
