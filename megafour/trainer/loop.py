@@ -217,14 +217,3 @@ class Run:
         self.progress = Progress(saved["step"], saved["consumed_samples"], saved["consumed_tokens"],
                                  saved["skipped_steps"])
         self.saved_step = self.progress.step
-
-    def start_from(self, path: Path, *, optimizer: bool) -> None:
-        """Take weights (and moments) from another run's checkpoint, at step 0."""
-        from megafour.checkpoint import store
-        from megafour.trainer.saving import logical_tensors
-
-        only = ("",) if optimizer else ("weights/",)
-        saved = store.load(path, logical_tensors(self.state, optimizer=optimizer), self.group, only=only, cast=True)
-        if optimizer:
-            self.state.optimizer.set_updates(int(saved["optimizer_updates"]))
-        self.state.optimizer.publish()

@@ -5,12 +5,10 @@ from __future__ import annotations
 import sys
 import time
 import traceback
-from pathlib import Path
 
 import torch
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from megafour.checkpoint import folder as checkpoints
 from megafour.checkpoint.errors import CheckpointError
 from megafour.config.describe import describe
 from megafour.config.errors import ConfigError
@@ -29,6 +27,7 @@ from megafour.trainer.metrics import Metrics
 from megafour.trainer.run_folder import RunFolder, open_run_folder
 from megafour.trainer.setup import build_mesh, build_state
 from megafour.trainer.signals import StopRequest
+from megafour.trainer.starting import check_start, start_from
 
 REFUSAL_WAIT = 20.0
 """Seconds for which ranks other than local rank 0 wait before they say an error themselves."""
@@ -65,6 +64,7 @@ def run(path: str | None, overrides: list[str]) -> int:
         tokenizer, info = open_tokenizer(config)
         config = config.replace({"model.vocab_size": vocabulary(config, info)})
         config = resolve(config, launch.world)
+        check_start(config)
         datasets = build_datasets(config, info)
     except ConfigError as error:
         return refuse(error, launch, 2)
@@ -143,9 +143,8 @@ def _start_and_train(training: Run, folder: RunFolder) -> str:
         training.log.say(f"resumed from {folder.resume_from}, step {training.progress.step}, "
                          f"on mesh {training.state.mesh.words}")
     elif config.checkpoint.init_from is not None:
-        source = checkpoints.find(Path(config.checkpoint.init_from))
-        training.start_from(source, optimizer=config.checkpoint.init_optimizer)
-        training.log.say(f"weights taken from {source}")
+        for line in start_from(training.state, config):
+            training.log.say(line)
     folder.begin(training.progress.step, config)
     training.log.say(describe(config))
     training.metrics = Metrics(folder.path, config, training.log, start_step=training.progress.step)
