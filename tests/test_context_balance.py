@@ -1,5 +1,7 @@
 """Balance: the work of each rank counted in closed form, against the blocks that the methods compute."""
 
+import importlib.util
+
 import numpy as np
 import pytest
 import torch
@@ -72,3 +74,12 @@ def test_describe_of_a_config():
     assert "mean: contiguous 1.738 (not chosen: zigzag 1.000; striped" in text    # 2 - 1/4, less the diagonal's half
     assert "one rank" in words("parallel.cp=1")
     assert "documents" not in text and "document" in words("parallel.cp=4", "data.document_mask=true")
+
+
+def test_the_drawings_are_those_of_the_code(pytestconfig):
+    path = pytestconfig.rootpath / "scripts" / "draw_layouts.py"
+    spec = importlib.util.spec_from_file_location("draw_layouts", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    for picture, text in module.drawings().items():
+        assert picture.read_text("utf-8") == text, f"{picture.name}: run python scripts/draw_layouts.py"
