@@ -11,8 +11,8 @@ from megafour.mesh import Mesh
 from megafour.model.stage import layout_of
 from megafour.parallel.context.blocks import Places
 from megafour.parallel.context.mask import Masks
-from megafour.parallel.pipeline.actions import Placement
 from megafour.parallel.pipeline.partition import partition_layers
+from megafour.parallel.pipeline.select import pipeline_of
 from megafour.parallel.tensor.cross_entropy import chunk_tokens
 from megafour.trainer.step import TrainState
 
@@ -20,8 +20,9 @@ from megafour.trainer.step import TrainState
 def formulas(config: Config, mesh: Mesh, vocab_size: int) -> StepTraffic:
     """The formulas for a resolved config, from where this rank stands."""
     place = Place(mesh.group("pp").rank, mesh.group("tp").rank, mesh.group("ring").rank, mesh.group("dp_cp").rank)
-    spans = partition_layers(config, mesh.pp, vocab_size)
-    stages = Stages(Placement.looped(mesh.pp).rank_of, [range(first, first + count) for first, count in spans])
+    placement = pipeline_of(config).placement
+    spans = partition_layers(config, placement, vocab_size)
+    stages = Stages(placement.rank_of, [range(first, first + count) for first, count in spans])
     return StepTraffic(config, place, stages, vocab_size)
 
 
