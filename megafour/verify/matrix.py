@@ -173,8 +173,8 @@ def _extend(row: Row, open_pairs: set[Pair], used: dict[tuple[str, str], int]) -
     return row
 
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b:1", "interleaved_1f1b:2", "interleaved_1f1b:3", "zb_h1", "zb_h2", "zb_v",
-             "v_half", "v_min", "dualpipe_v")
+SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b:1", "interleaved_1f1b:2", "interleaved_1f1b:3", "zb_h1", "zb_h2",
+             "zb_v", "v_half", "v_min", "dualpipe_v")
 """Every pipeline schedule; `:` and the stages a rank where that is a choice."""
 
 _PLAIN: Row = {"kv_heads": "grouped", "recompute": "none", "valid": "uneven", "tied": "false", "micro_batch_size": "1",
