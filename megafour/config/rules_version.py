@@ -21,5 +21,3 @@ def _table(config: Config) -> Iterator[tuple[str, object, bool, str]]:
            "gradients and weights are not sharded; set parallel.zero_stage to 0 or 1")
     yield ("checkpoint.asynchronous", config.checkpoint.asynchronous, config.checkpoint.asynchronous,
            "saves are synchronous; set checkpoint.asynchronous=false")
-    yield ("logging.timeline", config.logging.timeline, config.logging.timeline,
-           "no timeline is recorded; set logging.timeline=false")

@@ -20,6 +20,7 @@ from megafour.data.dataset import Datasets
 from megafour.data.loader import BatchLoader
 from megafour.data.tokenizer import Tokenizer
 from megafour.optim.lr_schedule import learning_rate
+from megafour.parallel.pipeline.record import Recorder
 from megafour.trainer import diagnose, traffic
 from megafour.trainer.logs import RankLog
 from megafour.trainer.memory import peak_bytes
@@ -116,12 +117,16 @@ class Run:
         lr = learning_rate(cfg.optimizer, cfg.lr_schedule, progress.step, total)
         if state.mesh.ledger is not None:
             state.mesh.ledger.reset()
+        drawn = cfg.logging.timeline and progress.step == min(1, total - 1)    # the first step has start-up in it
+        state.recorder = Recorder(state.mesh.device) if drawn else None
         started = time.perf_counter()
         with self._profile():
             result = train_step(state, batches, progress.step, lr, float(self.stop_asked()))
         if state.mesh.ledger is not None and (progress.step == 0 or (progress.step + 1) % cfg.logging.every == 0):
             table = traffic.table(cfg, state, batches, time.perf_counter() - started, updated=result.applied)
             self.log.say(f"traffic of {state.mesh.describe()} in step {progress.step + 1}\n{table}")
+        if state.recorder is not None:
+            self._timeline(state.recorder, len(batches))
         if not result.applied:
             self._skipped(batches, result)
         else:
@@ -150,6 +155,15 @@ class Run:
         if progress.skipped_in_a_row >= limit:
             raise TrainingError(f"{limit} steps in a row were skipped (train.max_skipped_steps={limit}): the last was "
                                 f"step {progress.step + 1}, loss {result.loss}, gradient norm {result.grad_norm}")
+
+    def _timeline(self, recorder: Recorder, microbatches: int) -> None:
+        from megafour.trainer.timeline import save_timeline
+
+        self.state.recorder = None
+        text = save_timeline(self.state, recorder, microbatches, self.config.parallel.pipeline.schedule,
+                             Path(self.config.run_dir) / "logs")
+        if text is not None:
+            self.log.say(f"timeline of step {self.progress.step + 1}\n{text}")
 
     def _profile(self) -> Any:
         from contextlib import nullcontext
