@@ -207,12 +207,13 @@ class Run:
         if self.state.mesh.rank == 0:
             store.prune(folder, cfg.checkpoint.keep, cfg.checkpoint.keep_every)
 
-    def restore(self, path: Path) -> None:
-        """Go on from a checkpoint of any mesh."""
+    def restore(self, path: Path, *, verified: bool = False) -> None:
+        """Go on from a checkpoint of any mesh; `verified`: it has been read and found whole already."""
         from megafour.checkpoint import store
         from megafour.trainer.saving import logical_tensors, restore_small_state
 
-        saved = store.load(path, logical_tensors(self.state), self.group, cast=True)
+        saved = store.load(path, logical_tensors(self.state), self.group, cast=True,
+                           verified=verified)
         restore_small_state(self.state, saved)
         self.progress = Progress(saved["step"], saved["consumed_samples"], saved["consumed_tokens"],
                                  saved["skipped_steps"])

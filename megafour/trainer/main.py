@@ -129,6 +129,8 @@ def train_on(mesh: Mesh, config: Config, launch: Launch, tokenizer: Tokenizer | 
     except CheckpointError as error:
         return refuse(error, launch, 1)
     log = RankLog(folder.logs, mesh.rank, where=mesh.describe())
+    for note in folder.notes:
+        log.say(note)
     training: Run | None = None
     try:
         source = starting_point(config, folder)
@@ -179,7 +181,7 @@ def _start_and_train(training: Run, folder: RunFolder, source: Path | None) -> s
     """Resume, or start (from `source`, if that is given), then train; returns the outcome."""
     config = training.config
     if folder.resume_from is not None:
-        training.restore(folder.resume_from)
+        training.restore(folder.resume_from, verified=True)
         training.log.say(f"resumed from {folder.resume_from}, step {training.progress.step}, "
                          f"on mesh {training.state.mesh.words}")
         if training.progress.step >= int(config.train.steps or 0):
