@@ -132,6 +132,14 @@ def check_manifest(path: Path) -> dict[str, int]:
     return sums
 
 
+def size_of(path: Path) -> int:
+    """Bytes of a checkpoint's files, by its manifest; 0 where that cannot be read."""
+    try:
+        return sum(read_json(Path(path) / MANIFEST)["files"].values())
+    except (CheckpointError, KeyError, TypeError, AttributeError):
+        return 0
+
+
 def prune(folder: Path, keep: int, keep_every: int | None = None) -> list[Path]:
     """Remove checkpoints beyond the newest `keep`, except those of every `keep_every`-th step.
 
