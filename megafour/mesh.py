@@ -127,6 +127,14 @@ class Mesh:
         """The group called `name`: an axis, `cp`, `dp_cp`, `model`, `embedding` or `world`."""
         return self.groups[name]
 
+    def channel(self, source: int, target: int) -> Group:
+        """The group that carries what one pipeline rank (an index of the group `pp`) sends to another.
+
+        On GPUs the neighbours have one of their own for each direction: NCCL runs the transfers of one communicator
+        one after another, and one that waits for its receiver must not hold up those that go elsewhere.
+        """
+        return self.groups.get(f"pp:{source}>{target}", self.groups["pp"])
+
     def describe(self) -> str:
         """`rank 12 (pp1-tp0)`: only the axes larger than one."""
         parts = [f"{axis}{self.coords[axis]}" for axis in ("dp", "pp", "tp") if self.sizes[axis] > 1]
@@ -222,8 +230,27 @@ def _make_groups(grid: torch.Tensor, dims: tuple[str, ...], rank: int, device: t
     stages = _slices(grid, dims, ("pp",))
     groups["embedding"] = _new_group("embedding", [(r[0], r[-1]) if len(r) > 1 else r for r in stages], rank, ledger,
                                      known)
+    if device.type == "cuda" and not imagined:
+        groups |= _channels(groups["pp"])
     groups["world"] = Group("world", world, rank, known.get(world), ledger)
     return groups, device_mesh, known
+
+
+def _channels(pp: Group) -> dict[str, Group]:
+    """A group of two for each direction between neighbours on the ring of pipeline ranks.
+
+    Each rank makes its groups in the order of the ring, so that two ranks meet in the same order.
+    """
+    found = {}
+    for first in range(pp.size if pp.size > 1 else 0):
+        second = (first + 1) % pp.size
+        for source, target in ((first, second), (second, first)):
+            name = f"pp:{source}>{target}"
+            if pp.rank in (source, target) and name not in found:
+                ranks = tuple(sorted((pp.ranks[source], pp.ranks[target])))
+                group = dist.new_group(list(ranks), use_local_synchronization=True)
+                found[name] = Group("pp", ranks, ranks.index(pp.ranks[pp.rank]), group, pp.ledger)
+    return found
 
 
 def _slices(grid: torch.Tensor, dims: tuple[str, ...], axes: Iterable[str]) -> list[tuple[int, ...]]:

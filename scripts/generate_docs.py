@@ -65,7 +65,8 @@ Checked at start, on every rank; the message shows the equation with its numbers
   `data.seq_length` / cp is a multiple of tp.
 - Heads are a multiple of tp and of key/value heads; key/value heads are a multiple of tp or tp is a multiple of them;
   `model.ffn_hidden_size` is a multiple of tp. The vocabulary is padded and has no rule.
-- pp ≤ layers; an explicit `parallel.pipeline.partition` has pp entries of at least 1 that add up to the layers.
+- pp · virtual stages ≤ layers; an explicit `parallel.pipeline.partition` has as many entries of at least 1 that add up
+  to the layers.
 - RoPE: the head dimension is even. Learned positions: `data.seq_length` ≤ `model.max_position_embeddings`.
 - One of `train.steps` and `train.tokens`; warm-up < steps, warm-up < decay (wsd: warm-up + decay ≤ steps),
   min_lr ≤ lr.

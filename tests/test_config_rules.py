@@ -68,6 +68,16 @@ def resolved(world, *overrides):
     (2, ["parallel.pp=2", "parallel.pipeline.partition=[1, 2, 1]"], ["3 entries", "parallel.pp is 2"]),
     (2, ["parallel.pp=2", "parallel.pipeline.partition=[4, 0]"], ["stage 1", "0 layers"]),
     (2, ["parallel.pp=2", "parallel.pipeline.partition=[3, 1]"], None),
+    (2, ["parallel.pp=2", "parallel.pipeline.schedule=zb_w"], ["zb_w is not a schedule", "did you mean zb_v?"]),
+    (2, ["parallel.pp=2", "parallel.pipeline.schedule=zb_h1", "parallel.pipeline.virtual_stages=2"],
+     ["one stage a rank", "virtual_stages is 2", "interleaved_1f1b"]),
+    (2, ["parallel.pp=2", "parallel.pipeline.schedule=v_min", "parallel.pipeline.virtual_stages=1"],
+     ["two stages a rank", "virtual_stages is 1"]),
+    (2, ["parallel.pp=2", "parallel.pipeline={schedule: interleaved_1f1b, virtual_stages: 3}"],
+     ["parallel.pp 2 · 3 stages a rank = 6", "model.num_layers 4"]),
+    (2, ["parallel.pp=2", "parallel.pipeline={schedule: zb_v, partition: [2, 2]}"],
+     ["2 entries", "2 · 2 stages a rank = 4"]),
+    (2, ["parallel.pp=2", "parallel.pipeline={schedule: zb_v, partition: [1, 1, 1, 1]}"], None),
     # Order of ranks
     (1, ["parallel.order=pp-inner"], None),
     (1, ["parallel.order=ulysses-ring-tp-pp-dp"], None),
@@ -123,7 +133,7 @@ def test_rules_between_keys(world, overrides, words):
 
 
 @pytest.mark.parametrize("override", [
-    "parallel.pipeline.schedule=zb_h1", "parallel.pipeline.virtual_stages=2", "parallel.ep=2", "parallel.zero_stage=2",
+    "parallel.ep=2", "parallel.zero_stage=2",
     "parallel.zero_stage=3", "logging.timeline=true",
 ])
 def test_later_features_are_refused_with_the_reason(override):

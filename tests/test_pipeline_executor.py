@@ -9,8 +9,10 @@ import torch
 from megafour.comm.group import Group, solo
 from megafour.parallel.pipeline.actions import Action, Kind, Placement, ScheduleError
 from megafour.parallel.pipeline.check import check
-from megafour.parallel.pipeline.executor import Activation, run_forward_only, run_schedule
-from megafour.parallel.pipeline.schedules import build, with_transfers
+from megafour.parallel.pipeline.executor import run_forward_only, run_schedule
+from megafour.parallel.pipeline.schedules import SCHEDULES, build
+from megafour.parallel.pipeline.transfers import with_transfers
+from megafour.parallel.pipeline.wire import Activation
 
 WIDTH, LAYERS, BATCH = 6, 8, 3
 
@@ -61,14 +63,14 @@ SHAPE = Activation((BATCH, WIDTH), torch.float64)
 
 
 def on_a_rank(rank, world, tables):
-    """For each table: (losses, gradients of own layers, calls of before_backward), and the losses of an evaluation."""
+    """For each table: (losses, gradients of own layers, actions that were told), and the losses of an evaluation."""
     results = []
     for table in tables:
         weights, calls = layers(), []
         chunks = stages_of(table.placement, rank, weights, inputs(table.microbatches))
         group = group_of(rank, world)
         losses = run_schedule(table, group=group, chunks=chunks, activation=SHAPE,
-                              before_backward=lambda m, last, calls=calls: calls.append((m, last)))
+                              before=calls.append)
         evaluated = run_forward_only(table.microbatches, placement=table.placement, group=group, chunks=chunks,
                                      activation=SHAPE)
         assert not any(loss.requires_grad for loss in losses + evaluated)
@@ -107,9 +109,10 @@ def compare(table, ranks):
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_equals_plain_autograd(pool, world):
-    tables = [build(name, world, m) for name in ("gpipe", "1f1b") for m in (1, 3, 4)]
+    tables = [build(name, world, m) for name in SCHEDULES for m in (1, 3, 4, 8)]
+    tables += [build("interleaved_1f1b", world, 3, 2)]
     if world == 2:
-        tables += [vee(3), looped(3)]
+        tables += [vee(3), looped(3), build("interleaved_1f1b", world, 3, 4)]
     for table in tables:
         check(table)
     results = [on_a_rank(0, 1, tables)] if world == 1 else pool.run(on_a_rank, world, tables)
@@ -117,9 +120,7 @@ def test_equals_plain_autograd(pool, world):
         ranks = [result[index] for result in results]
         compare(table, ranks)
         for rank, (_, _, calls, _) in enumerate(ranks):
-            chunks = len(table.placement.stages_of[rank])
-            assert sum(last for _, last in calls) == chunks and calls[-1][1]
-            assert sorted(m for m, _ in calls) == sorted(list(range(table.microbatches)) * chunks)
+            assert calls == [action for step in table.steps[rank] for action in step.parts]
 
 
 class Saved:
@@ -173,12 +174,13 @@ def what_is_freed(rank, world):
         seen.append(weakref.ref(x.untyped_storage()))
         return x.sum()
 
-    def before_backward(microbatch, last):
-        gc.collect()
-        gone.append(all(ref() is None for ref in seen[:microbatch + (rank == 0)]))
+    def before(action):
+        if action.kind is Kind.BACKWARD:
+            gc.collect()
+            gone.append(all(ref() is None for ref in seen[:action.microbatch + (rank == 0)]))
 
     run_schedule(build("1f1b", world, 3), group=group_of(rank, world), chunks=[forward], activation=SHAPE,
-                 before_backward=before_backward)
+                 before=before)
     return gone
 
 
@@ -206,11 +208,6 @@ def test_evaluation_of_many_micro_batches(pool):
 def test_refusals():
     with pytest.raises(ScheduleError, match="a table for 2 ranks .* cannot run on a group of 1"):
         run_schedule(build("1f1b", 2, 1), group=solo("pp"), chunks=[lambda m, x: x], activation=SHAPE)
-    split = with_transfers([[Action(kind, 0) for kind in (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)]],
-                           Placement.looped(1), 1)
-    with pytest.raises(ScheduleError, match="rank 0, step 1: I0 splits the backward"):
-        run_schedule(split, group=solo("pp"), chunks=[lambda m, x: torch.zeros((), requires_grad=True) * 1],
-                     activation=SHAPE)
 
 
 def test_a_misshapen_activation_is_refused():

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megafour.parallel.pipeline.actions import Placement
 from megafour.parallel.pipeline.partition import balanced, explicit, partition, partition_layers
 
 LLAMA = SimpleNamespace(num_layers=8, hidden_size=512, num_attention_heads=8, kv_heads=4, head_size=64,
@@ -69,6 +70,6 @@ def test_from_the_configuration():
                                data=SimpleNamespace(seq_length=1024), train=SimpleNamespace(recompute="none"),
                                parallel=SimpleNamespace(pipeline=SimpleNamespace(partition=asked)))
 
-    assert partition_layers(config("auto", "auto"), 2, 32000) == [(0, 6), (6, 2)]
-    assert partition_layers(config([3, 5], "auto"), 2) == [(0, 3), (3, 5)]
-    assert partition_layers(config("auto", "auto"), 1) == [(0, 8)]
+    assert partition_layers(config("auto", "auto"), Placement.looped(2), 32000) == [(0, 6), (6, 2)]
+    assert partition_layers(config([3, 5], "auto"), Placement.looped(2)) == [(0, 3), (3, 5)]
+    assert partition_layers(config("auto", "auto"), Placement.looped(1)) == [(0, 8)]

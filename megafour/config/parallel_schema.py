@@ -42,13 +42,16 @@ class PipelineConfig(Section):
     """How layers and micro-batches are spread over the pp axis."""
 
     schedule: Text = "1f1b"
-    """Order of forwards and backwards: `1f1b` or `gpipe`."""
+    """Order of forwards and backwards: `gpipe`, `1f1b`, `interleaved_1f1b`, `zb_h1`,
+    `zb_h2`, `zb_v`, `v_half`, `v_min` or `dualpipe_v`."""
 
     virtual_stages: Count | None = None
-    """Stages that each pipeline rank holds. This version: null (one)."""
+    """Stages that each pipeline rank holds: any number for `interleaved_1f1b`, 2 for the schedules over a V (`zb_v`,
+    `v_half`, `v_min`, `dualpipe_v`), 1 for the others. null: 2 for those over a V, else 1."""
 
     partition: Literal["auto"] | Annotated[list[int], Field(min_length=1)] = "auto"
-    """Layers on each stage, such as `[7, 8, 8, 7]`. `auto` balances the cost, embedding and head counted."""
+    """Layers on each stage, such as `[7, 8, 8, 7]`; with virtual stages pp · virtual_stages counts, in the order in
+    which activations pass them. `auto` balances the cost, embedding and head counted."""
 
 
 class ParallelConfig(Section):

@@ -7,6 +7,7 @@ from megafour.config.parallel_schema import AXES, ORDERS
 from megafour.config.presets import PRESETS
 from megafour.config.rules_context import context_rules, multiples, ulysses_ranks
 from megafour.config.rules_model import model_rules
+from megafour.config.rules_pipeline import pipeline_rules
 from megafour.config.rules_training import training_rules
 from megafour.config.rules_version import version_rules
 from megafour.config.schema import Config
@@ -119,7 +120,7 @@ def _head_dim(config: Config) -> int:
 def mesh_rules(config: Config) -> Iterator[str]:
     """Batch and layers against the mesh."""
     yield from _batch(config)
-    yield from _partition(config)
+    yield from pipeline_rules(config)
     yield from _order(config)
 
 
@@ -130,26 +131,6 @@ def _batch(config: Config) -> Iterator[str]:
         yield (f"global batch = dp · micro batch · accumulation: train.global_batch_size {batch} is not a multiple of "
                f"parallel.dp {dp} · train.micro_batch_size {micro} = {dp * micro}; set train.global_batch_size to "
                f"{multiples(batch, dp * micro)}, or change train.micro_batch_size")
-
-
-def _partition(config: Config) -> Iterator[str]:
-    layers, pp, partition = config.model.num_layers, config.parallel.pp, config.parallel.pipeline.partition
-    if pp > layers:
-        yield (f"no empty stage: parallel.pp {pp} is more than model.num_layers {layers}; "
-               f"lower parallel.pp to {layers} or less")
-    if partition == "auto":
-        return
-    counts = [int(count) for count in partition]
-    total = " + ".join(map(str, counts))
-    if len(counts) != pp:
-        yield (f"one count a stage: parallel.pipeline.partition [{', '.join(map(str, counts))}] has {len(counts)} "
-               f"entries and parallel.pp is {pp}; change parallel.pipeline.partition")
-    elif min(counts) < 1:
-        yield (f"no empty stage: parallel.pipeline.partition [{', '.join(map(str, counts))}] gives stage "
-               f"{counts.index(min(counts))} {min(counts)} layers; give each at least 1")
-    elif sum(counts) != layers:
-        yield (f"no layer dropped: parallel.pipeline.partition {total} = {sum(counts)} ≠ model.num_layers {layers}; "
-               "change parallel.pipeline.partition")
 
 
 def _order(config: Config) -> Iterator[str]:

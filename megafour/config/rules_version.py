@@ -4,9 +4,6 @@ from collections.abc import Iterator
 
 from megafour.config.schema import Config
 
-SCHEDULES = ("1f1b", "gpipe")
-"""Pipeline schedules of this version."""
-
 
 def version_rules(config: Config) -> Iterator[str]:
     """One message for each value that this version does not support."""
@@ -19,11 +16,6 @@ def version_rules(config: Config) -> Iterator[str]:
 def _table(config: Config) -> Iterator[tuple[str, object, bool, str]]:
     """(key, value, whether it is refused, what to set instead)."""
     parallel = config.parallel
-    pipeline = parallel.pipeline
-    yield ("parallel.pipeline.schedule", pipeline.schedule, pipeline.schedule not in SCHEDULES,
-           f"set parallel.pipeline.schedule to {' or '.join(SCHEDULES)}")
-    yield ("parallel.pipeline.virtual_stages", pipeline.virtual_stages, pipeline.virtual_stages not in (None, 1),
-           "a pipeline rank holds one stage; set parallel.pipeline.virtual_stages=null")
     yield ("parallel.ep", parallel.ep, parallel.ep != 1, "there are no experts to split; set parallel.ep=1")
     yield ("parallel.zero_stage", parallel.zero_stage, parallel.zero_stage > 1,
            "gradients and weights are not sharded; set parallel.zero_stage to 0 or 1")

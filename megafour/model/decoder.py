@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -86,19 +86,35 @@ class Head(nn.Module):
         return F.linear(self.norm(x), self.output.weight)
 
 
+@dataclass(frozen=True)
+class Part:
+    """What one pipeline stage holds of the stack."""
+
+    layers: range
+    """Global numbers."""
+    first: bool = True
+    """With the embedding."""
+    last: bool = True
+    """With the head."""
+
+
 class Decoder(nn.Module):
     """The layers of one pipeline stage under their global numbers; embedding and head where the stage has them."""
 
-    def __init__(self, build: Build, layers: range, *, first: bool, last: bool) -> None:
+    def __init__(self, build: Build, part: Part, shared: VocabParallelEmbedding | None = None, *,
+                 alone: bool = True) -> None:
+        """`shared`: the tied embedding, where this rank holds it in another stage; `alone`: this rank holds the first
+        and the last stage, so that a tied embedding has no second copy elsewhere."""
         super().__init__()
         tied = build.model.tie_embeddings
-        self.first, self.last, self.build = first, last, build
-        self.embedding = Embedding(build, tied=tied and not last) if first else None
-        self.layers = nn.ModuleDict({str(i): Block(i, build) for i in layers})
-        shared = self.embedding.token if self.embedding is not None and tied else None
-        if shared is not None and last:
+        self.first, self.last, self.build = part.first, part.last, build
+        self.embedding = Embedding(build, tied=tied and not alone) if part.first else None
+        self.layers = nn.ModuleDict({str(i): Block(i, build) for i in part.layers})
+        if self.embedding is not None and tied:
+            shared = self.embedding.token
+        if shared is not None and part.last:
             shared.weight.uses = 2  # type: ignore[attr-defined]  # its gradient is whole after the head's and the look-up's
-        self.head = Head(build, shared, tied=tied) if last else None
+        self.head = Head(build, shared, tied=tied) if part.last else None
 
     def hidden(self, x: Tensor, step: Pass, positions: Tensor) -> Tensor:
         """Token ids `[b, s]` on the first stage, activations `[s(/tp), b, h]` elsewhere -> activations."""

@@ -1,7 +1,8 @@
-"""One pipeline stage, built in one place: which layers, embedding and head this rank holds, and their first values."""
+"""What one rank holds, built in one place: which layers, embedding and head, and their first values."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,7 +12,7 @@ from megafour.config.schema import Config
 from megafour.kernels.attention import select_attention
 from megafour.mesh import Mesh
 from megafour.model.build import Build, Pass
-from megafour.model.decoder import Decoder
+from megafour.model.decoder import Decoder, Part
 from megafour.model.rope import rope_tables
 from megafour.parallel.context import METHODS, Core
 from megafour.parallel.context.blocks import Kernel
@@ -19,7 +20,9 @@ from megafour.parallel.context.layout import Layout
 from megafour.parallel.context.mask import Masks
 from megafour.parallel.pieces import named_pieces
 from megafour.parallel.pipeline.partition import partition_layers
+from megafour.parallel.pipeline.select import pipeline_of
 from megafour.parallel.random import normal_rectangle
+from megafour.parallel.tensor.embedding import VocabParallelEmbedding
 
 if TYPE_CHECKING:
     from megafour.data.batch import MicroBatch
@@ -34,14 +37,22 @@ def layout_of(config: Config, mesh: Mesh) -> Layout:
 
 
 class Stage(nn.Module):
-    """A decoder part together with all that its forward needs to know about this rank's tokens."""
+    """The decoder parts of one rank, with all that their forward needs to know about its tokens.
 
-    def __init__(self, build: Build, layers: range) -> None:
+    One part, or one for each virtual stage: `chunk` numbers them in the order in which activations pass them.
+    """
+
+    def __init__(self, build: Build, parts: Sequence[Part]) -> None:
         super().__init__()
         self.build = build
-        pp = build.mesh.group("pp")
-        self.is_first, self.is_last = pp.rank == 0, pp.rank == pp.size - 1
-        self.decoder = Decoder(build, layers, first=self.is_first, last=self.is_last)
+        self.is_first, self.is_last = any(part.first for part in parts), any(part.last for part in parts)
+        self.decoders = nn.ModuleList()
+        shared: VocabParallelEmbedding | None = None
+        for part in parts:
+            decoder = Decoder(build, part, shared, alone=self.is_first and self.is_last)
+            if decoder.embedding is not None and build.model.tie_embeddings:
+                shared = decoder.embedding.token
+            self.decoders.append(decoder)
         self.positions = build.positions.to(build.device)
         self.masks = Masks()
         self.cos: Tensor | None = None
@@ -55,6 +66,18 @@ class Stage(nn.Module):
         if model.position != "rope":
             return None, None
         return rope_tables(positions, model.head_size, model.rope_theta, model.rope_scaling, self.build.dtype)
+
+    @property
+    def decoder(self) -> Decoder:
+        """The only part, of a rank without virtual stages."""
+        assert len(self.decoders) == 1
+        return self.part(0)
+
+    def part(self, chunk: int) -> Decoder:
+        """The part of one virtual stage."""
+        decoder = self.decoders[chunk]
+        assert isinstance(decoder, Decoder)
+        return decoder
 
     @property
     def sequence_shard(self) -> slice:
@@ -77,22 +100,23 @@ class Stage(nn.Module):
         return Pass(cos=cos, sin=sin, seed=cfg.run.seed, step=step, dropout=train, sample_ids=batch.sample_ids,
                     tokens=tokens, recompute=cfg.train.recompute if train else "none", masks=masks)
 
-    def forward(self, batch: MicroBatch, x: Tensor | None, scale: Tensor, *, step: int, train: bool) -> Tensor:
+    def forward(self, batch: MicroBatch, x: Tensor | None, scale: Tensor, *, step: int, train: bool,
+                chunk: int = 0) -> Tensor:
         """Activations `[s(/tp), b, h]`, or on the last stage the scaled sum of token losses, 0-D."""
-        hidden = self.hidden(batch, x, self.make_pass(batch, step=step, train=train))
-        if self.decoder.head is None:
-            return hidden
-        return self.decoder.head.loss(hidden, batch.labels, scale)[0]
+        hidden = self.hidden(batch, x, self.make_pass(batch, step=step, train=train), chunk)
+        head = self.part(chunk).head
+        return hidden if head is None else head.loss(hidden, batch.labels, scale)[0]
 
-    def hidden(self, batch: MicroBatch, x: Tensor | None, passed: Pass) -> Tensor:
-        """Activations after this stage's layers, `[s(/tp), b, h]`."""
+    def hidden(self, batch: MicroBatch, x: Tensor | None, passed: Pass, chunk: int = 0) -> Tensor:
+        """Activations after the layers of one part, `[s(/tp), b, h]`."""
         positions = self.positions[:, None] if batch.document_starts is None else batch.positions.t()
-        return self.decoder.hidden(batch.tokens if x is None else x, passed, positions[self.sequence_shard])
+        tokens = batch.tokens if x is None else x
+        return self.part(chunk).hidden(tokens, passed, positions[self.sequence_shard])
 
 
 def build_stage(config: Config, mesh: Mesh, vocab_size: int, *, attention: Core | None = None,
                 device: torch.device | None = None) -> Stage:
-    """Build this rank's stage with uninitialised weights, on the mesh's device unless told (`meta` builds none)."""
+    """Build what this rank holds with uninitialised weights, on the mesh's device unless told (`meta` builds none)."""
     device = device or mesh.device
     dtype = DTYPES[config.train.precision]
     layout = layout_of(config, mesh)
@@ -101,10 +125,13 @@ def build_stage(config: Config, mesh: Mesh, vocab_size: int, *, attention: Core 
         backend = select_attention(config.kernels.attention, mesh.device.type, dtype, dropout)
         context = config.parallel.context
         attention = METHODS[context.method](layout, mesh, Kernel(backend, context.fp32_blocks))
-    first, count = partition_layers(config, mesh.pp, vocab_size)[mesh.group("pp").rank]
+    placement = pipeline_of(config).placement
+    spans = partition_layers(config, placement, vocab_size)
+    parts = [Part(range(spans[stage][0], sum(spans[stage])), stage == 0, stage == placement.stages - 1)
+             for stage in placement.stages_of[mesh.group("pp").rank]]
     positions = layout.positions(mesh.cp_rank)
     build = Build(config, mesh, dtype, device, attention, vocab_size, positions)
-    return Stage(build, range(first, first + count))
+    return Stage(build, parts)
 
 
 @torch.no_grad()

@@ -239,14 +239,3 @@ class Run:
                                  saved["skipped_steps"])
         own = path.resolve().parent == Path(self.config.checkpoint_dir).resolve()
         self.saved_step = self.progress.step if own else -1     # another run's checkpoint is not this run's
-
-    def start_from(self, path: Path, *, optimizer: bool) -> None:
-        """Take weights (and moments) from another run's checkpoint, at step 0."""
-        from megafour.checkpoint import store
-        from megafour.trainer.saving import logical_tensors
-
-        only = ("",) if optimizer else ("weights/",)
-        saved = store.load(path, logical_tensors(self.state, optimizer=optimizer), self.group, only=only, cast=True)
-        if optimizer:
-            self.state.optimizer.set_updates(int(saved["optimizer_updates"]))
-        self.state.optimizer.publish()

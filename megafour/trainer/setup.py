@@ -12,6 +12,7 @@ from megafour.model.stage import DTYPES, build_stage, initialize
 from megafour.optim.optimizer import ShardedOptimizer
 from megafour.parallel.context import Core
 from megafour.parallel.data.buckets import GradientBuckets
+from megafour.parallel.pipeline.select import pipeline_of
 from megafour.trainer.scaler import LossScaler
 from megafour.trainer.step import TrainState
 
@@ -57,6 +58,6 @@ def build_state(config: Config, mesh: Mesh, vocab_size: int, *, attention: Core 
     optimizer = ShardedOptimizer(config.optimizer, buckets)
     groups = {"tp": mesh.group("tp"), "kv": mesh.kv_replicas(config.model.kv_heads),
               "embedding": mesh.group("embedding")}
-    return TrainState(mesh, stage, buckets, optimizer, config.parallel.pipeline.schedule,
+    return TrainState(mesh, stage, buckets, optimizer, pipeline_of(config),
                       LossScaler.for_precision(config.train.precision),
                       groups, config.train.grad_clip)

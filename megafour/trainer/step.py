@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -15,9 +17,10 @@ from megafour.mesh import Mesh
 from megafour.model.stage import Stage
 from megafour.optim.optimizer import ShardedOptimizer
 from megafour.parallel.data.buckets import GradientBuckets, squared_norm, sync_replicated
-from megafour.parallel.pipeline.actions import Placement
-from megafour.parallel.pipeline.executor import Activation, run_forward_only, run_schedule
-from megafour.parallel.pipeline.schedules import build as build_schedule
+from megafour.parallel.pipeline.actions import Action, Kind
+from megafour.parallel.pipeline.executor import run_forward_only, run_schedule
+from megafour.parallel.pipeline.select import Pipeline
+from megafour.parallel.pipeline.wire import Activation
 from megafour.parallel.tensor.cross_entropy import IGNORE
 from megafour.trainer.scaler import LossScaler
 
@@ -44,8 +47,7 @@ class TrainState:
     stage: Stage
     buckets: GradientBuckets
     optimizer: ShardedOptimizer
-    schedule: str
-    """Name of the pipeline schedule."""
+    pipeline: Pipeline
     scaler: LossScaler
     groups: dict
     """Groups by the names that pieces give (`tp`, `kv`, `embedding`)."""
@@ -86,28 +88,31 @@ def forward_backward(state: TrainState, batches: list[MicroBatch], step: int, va
     stage, device = state.stage, state.mesh.device
     dtype = torch.promote_types(stage.build.dtype, torch.float32)
     scale = torch.tensor(state.scaler.scale / max(valid, 1), dtype=dtype, device=device)
-    losses: list[Tensor] = []
 
-    def forward(index: int, x: Tensor | None) -> Tensor:
-        set_phase(state.mesh, "forward")
-        out = stage(batches[index], x, scale, step=step, train=True)
-        if stage.is_last:
-            losses.append(out.detach())
-        return out
+    def forward(chunk: int, index: int, x: Tensor | None) -> Tensor:
+        return stage(batches[index], x, scale, step=step, train=True, chunk=chunk)
 
-    def before_backward(index: int, last: bool) -> None:
-        set_phase(state.mesh, "backward")
-        if last and reduce:
-            state.buckets.start_reduction()
+    def before(action: Action) -> None:
+        set_phase(state.mesh, "forward" if action.kind is Kind.FORWARD else "backward")
 
-    table = build_schedule(state.schedule, state.mesh.pp, len(batches))
-    run_schedule(table, group=state.mesh.group("pp"), chunks=[forward], activation=wire(state, batches),
-                 before_backward=before_backward)
+    if reduce:
+        state.buckets.start_reduction(len(batches))
+    losses = run_schedule(state.pipeline.table(len(batches)), group=state.mesh.group("pp"), channels=state.mesh.channel,
+                          chunks=[partial(forward, chunk) for chunk in range(len(stage.decoders))],
+                          activation=wire(state, batches), deferral=state.buckets.deferral, before=before)
     total = torch.stack(losses).double().sum() if losses else torch.zeros((), dtype=torch.float64, device=device)
     return total / state.scaler.scale
 
 
-def wire(state: TrainState, batches: list[MicroBatch]) -> Activation:
+class Evaluated(Protocol):
+    """What an evaluation needs of a `TrainState`: a model that is loaded for inference has no more."""
+
+    mesh: Mesh
+    stage: Stage
+    pipeline: Pipeline
+
+
+def wire(state: Evaluated, batches: list[MicroBatch]) -> Activation:
     """What travels between stages."""
     shape = state.stage.activation_shape(batches[0].tokens.shape[0])
     return Activation(shape, state.stage.build.dtype, state.mesh.device)
@@ -147,18 +152,18 @@ def set_phase(mesh: Mesh, phase: str) -> None:
         mesh.ledger.phase = phase
 
 
-def evaluate_batch(state: TrainState, batches: list[MicroBatch]) -> tuple[float, int]:
+def evaluate_batch(state: Evaluated, batches: list[MicroBatch]) -> tuple[float, int]:
     """(sum of token losses, number of trained tokens) of one global batch, forward only through the pipeline."""
     stage, device = state.stage, state.mesh.device
     valid = count_valid_tokens(batches, state.mesh)
     one = torch.ones((), dtype=torch.promote_types(stage.build.dtype, torch.float32), device=device)
 
-    def forward(index: int, x: Tensor | None) -> Tensor:
-        return stage(batches[index], x, one, step=0, train=False)
+    def forward(chunk: int, index: int, x: Tensor | None) -> Tensor:
+        return stage(batches[index], x, one, step=0, train=False, chunk=chunk)
 
-    with torch.no_grad():
-        losses = run_forward_only(len(batches), placement=Placement.looped(state.mesh.pp), group=state.mesh.group("pp"),
-                                  chunks=[forward], activation=wire(state, batches))
+    losses = run_forward_only(len(batches), placement=state.pipeline.placement, group=state.mesh.group("pp"),
+                              chunks=[partial(forward, chunk) for chunk in range(len(stage.decoders))],
+                              activation=wire(state, batches), channels=state.mesh.channel)
     counted = stage.is_last and state.mesh.group("tp").rank == 0
     total = torch.zeros((), dtype=torch.float64, device=device)
     if counted:

@@ -84,7 +84,7 @@ def run_reference(config: Config, vocab_size: int, steps: int, valid: str, devic
     """`steps` steps of the global batches that `config`'s mesh trains on. `dtype` is that of the mesh's weights."""
     alone = config.replace({
         "parallel.dp": 1, "parallel.pp": 1, "parallel.tp": 1, "parallel.cp": 1, "parallel.context": {},
-        "parallel.pipeline.partition": "auto",
+        "parallel.pipeline": {},
         "train.micro_batch_size": config.train.global_batch_size, "train.recompute": "none",
         "train.precision": "fp64" if dtype == torch.float64 else "fp32"})
     stage = build_stage(alone, Mesh.single(device), vocab_size, attention=dense_attention)

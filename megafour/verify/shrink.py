@@ -9,7 +9,9 @@ from typing import Any
 
 from megafour.config.errors import ConfigError
 from megafour.config.rules import resolve
+from megafour.config.rules_pipeline import stages_a_rank
 from megafour.config.schema import Config
+from megafour.parallel.pipeline.select import check_pipeline, pipeline_of
 from megafour.verify.matrix import Degrees, Row, parse_mesh
 
 VOCAB = 67
@@ -75,7 +77,7 @@ def shrink(config: Config, meshes: Sequence[Degrees], steps: int, precision: str
         "model.preset": None, "model.num_attention_heads": heads, "model.num_key_value_heads": kv,
         "model.head_dim": head_dim, "model.hidden_size": hidden, "model.vocab_size": VOCAB,
         "model.ffn_hidden_size": max(1, round(hidden * model.ffn_size / model.hidden_size / ffn_unit)) * ffn_unit,
-        "model.num_layers": toy_layers(config, max(mesh.pp for mesh in meshes)),
+        "model.num_layers": toy_layers(config, max(mesh.pp for mesh in meshes) * held_stages(config)),
         # Attention over small random weights is all but uniform: keep the outputs' scale of the full width.
         "model.init_std": min(0.3, model.init_std * max(1.0, math.sqrt(model.hidden_size / hidden))),
         "model.max_position_embeddings": _positions(config, seq),
@@ -96,11 +98,13 @@ def place(toy: Config, config: Config, mesh: Degrees, micro_batches: int) -> Con
     """The toy on one mesh, resolved; `config` says how the layers are cut."""
     placed = toy.replace({
         "parallel.dp": mesh.dp, "parallel.pp": mesh.pp, "parallel.tp": mesh.tp, "parallel.cp": mesh.cp,
-        "parallel.pipeline.partition": _partition(config, toy.model.num_layers, mesh.pp),
+        "parallel.pipeline.partition": _partition(config, toy.model.num_layers, mesh.pp * held_stages(config)),
         **_context(toy, mesh),
         "train.global_batch_size": mesh.dp * toy.train.micro_batch_size * micro_batches})
     try:
-        return resolve(placed, mesh.world, data=False)
+        resolved = resolve(placed, mesh.world, data=False)
+        check_pipeline(resolved)
+        return resolved
     except ConfigError as error:
         raise ConfigError(f"mesh {mesh.words}, at toy size: {error}") from None
 
@@ -153,11 +157,19 @@ def _ulysses(config: Config, mesh: Degrees) -> int:
     return (mesh.cp if config.parallel.context.method == "ulysses" else 1) if asked == "auto" else asked
 
 
+def held_stages(config: Config) -> int:
+    """Stages on each pipeline rank, under the config's schedule."""
+    held = stages_a_rank(config)
+    if held is None:    # a table of the user's own
+        return len(pipeline_of(config).placement.stages_of[0])
+    return held
+
+
 def toy_layers(config: Config, deepest: int) -> int:
     """Four layers or one a stage; one more where the user's stages are uneven."""
     counts = config.parallel.pipeline.partition
     if counts == "auto":
-        uneven = config.model.num_layers % config.parallel.pp > 0
+        uneven = config.model.num_layers % (config.parallel.pp * held_stages(config)) > 0
     else:
         uneven = len(set(counts)) > 1
     return max(deepest, min(config.model.num_layers, 4)) + uneven
@@ -231,7 +243,8 @@ def option_case(config: Config, row: Row, steps: int, precision: str = "fp64", d
         "parallel.pipeline.schedule": row.get("schedule", "1f1b"), "parallel.pipeline.partition": "auto",
         "train.micro_batch_size": int(row["micro_batch_size"]), "train.recompute": row["recompute"],
         "train.grad_clip": 0.1 if row["clip"] == "tight" else 0.0, "optimizer.name": row["optimizer"]})
-    toy = shrink(asked, [mesh], steps, precision, device).replace({"model.num_layers": layers})
+    toy = shrink(asked, [mesh], steps, precision, device).replace({
+        "model.num_layers": layers, "model.num_attention_heads": heads, "model.num_key_value_heads": kv})
     if row.get("layers") == "explicit":    # the surplus layer where the automatic cut would not put it
         asked = asked.replace({"parallel.pipeline.partition": [*[1] * (mesh.pp - 1), layers - mesh.pp + 1]})
     options = tuple((name, value) for name, value in row.items() if name != "mesh")
@@ -251,7 +264,7 @@ def _heads(kind: str, tp: int, ulysses: int = 1) -> tuple[int, int]:
         return math.lcm(4, tp * ulysses), math.lcm(4, tp * ulysses)
     if kind == "grouped":
         return math.lcm(2 * max(tp, 2), tp * ulysses), max(tp, 2)
-    if kind == "one" or tp == 1:
+    if kind == "one":
         return math.lcm(2, tp * ulysses), 1
     repeated = max(kv for kv in range(1, tp) if tp % kv == 0)
     return math.lcm(2 * tp, tp * ulysses), repeated

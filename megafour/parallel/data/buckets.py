@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from megafour.comm import primitives
 from megafour.comm.group import Group
-from megafour.parallel.grads import attach_main_grad
+from megafour.parallel.grads import Deferral, attach_main_grad
 from megafour.parallel.pieces import Piece, pieces_of
 
 BUCKET_BYTES = 25 << 20
@@ -85,6 +85,8 @@ class GradientBuckets:
                  accumulate: torch.dtype) -> None:
         self.group, self.zero_stage = group, zero_stage
         self.reducing = False
+        self.deferral = Deferral()
+        """Where weight gradients wait when a schedule splits the backward."""
         self.buckets: list[Bucket] = []
         self._of: dict[nn.Parameter, Bucket] = {}
         for chosen in _plan(list(params), torch.empty((), dtype=accumulate).element_size()):
@@ -110,7 +112,7 @@ class GradientBuckets:
             stop = start + param.numel()
             weights[start:stop].copy_(param.detach().reshape(-1))
             param.data = weights[start:stop].view(param.shape)
-            attach_main_grad(param, grads[start:stop].view(param.shape), self._ready)
+            attach_main_grad(param, grads[start:stop].view(param.shape), self._ready, self.deferral)
             bucket.starts[param] = start
             self._of[param] = bucket
             start = stop
@@ -121,12 +123,15 @@ class GradientBuckets:
         for bucket in self.buckets:
             bucket.grads.zero_()
 
-    def start_reduction(self) -> None:
-        """The next backward is the step's last: reduce each bucket as soon as its gradients are whole."""
+    def start_reduction(self, microbatches: int) -> None:
+        """A step of `microbatches` begins: reduce each bucket as soon as the last gradient for it is in.
+
+        Counted from the start, so that no order of backwards and weight gradients matters.
+        """
         self.reducing = True
         for bucket in self.buckets:
             bucket.launched, bucket.pending = False, None
-            bucket.waiting = {p: getattr(p, "uses", 1) for p in bucket.params}
+            bucket.waiting = {p: microbatches * getattr(p, "uses", 1) for p in bucket.params}
 
     def _ready(self, param: nn.Parameter) -> None:
         if not self.reducing:

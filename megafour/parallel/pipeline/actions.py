@@ -39,8 +39,36 @@ class Action:
     microbatch: int
     chunk: int = 0
 
+    @property
+    def parts(self) -> tuple[Action, ...]:
+        """The single action, as a `Pair` has two."""
+        return (self,)
+
     def __str__(self) -> str:
         return f"{self.kind.value}{self.microbatch}" + (f".{self.chunk}" if self.chunk else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A forward and a backward that do not need each other, run as one: what one sends travels under the other.
+
+    Both inputs must be there before it starts, and both results are there when it ends (DeepSeek-AI 2024, DualPipe).
+    """
+
+    forward: Action
+    backward: Action
+
+    @property
+    def parts(self) -> tuple[Action, ...]:
+        """The forward, then the backward."""
+        return (self.forward, self.backward)
+
+    def __str__(self) -> str:
+        return f"{self.forward}&{self.backward}"
+
+
+Work = Action | Pair
+"""What a rank computes in one step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +100,14 @@ class Step:
     by this step or by earlier ones, and nothing else.
     """
 
-    compute: Action | None = None
+    compute: Work | None = None
     sends: tuple[Transfer, ...] = ()
     recvs: tuple[Transfer, ...] = ()
+
+    @property
+    def parts(self) -> tuple[Action, ...]:
+        """The actions of its compute: none, one, or the two of a pair."""
+        return self.compute.parts if self.compute is not None else ()
 
 
 @dataclass(frozen=True)
@@ -88,6 +121,11 @@ class Placement:
     def looped(cls, ranks: int, chunks: int = 1) -> Placement:
         """Stage i on rank i mod `ranks`: the plain pipeline for one chunk, the interleaved one for more."""
         return cls(tuple(range(ranks)) * chunks)
+
+    @classmethod
+    def vee(cls, ranks: int) -> Placement:
+        """Two stages a rank, down and up again: rank r holds r and 2·ranks−1−r, rank 0 the first and the last."""
+        return cls((*range(ranks), *reversed(range(ranks))))
 
     @property
     def stages(self) -> int:
@@ -139,3 +177,21 @@ class Table:
     def stage(self, rank: int, action: Action) -> int:
         """The stage, counted over the whole pipeline, on which `rank` runs `action`."""
         return self.placement.stages_of[rank][action.chunk]
+
+    @cached_property
+    def sent_at(self) -> dict[Message, int]:
+        """The step in which its sender posts each message that travels."""
+        return {transfer.message: index for steps in self.steps for index, step in enumerate(steps)
+                for transfer in step.sends}
+
+    @cached_property
+    def used_at(self) -> dict[Message, int]:
+        """The step in which each message is used by the rank that receives it."""
+        used = {}
+        for rank, steps in enumerate(self.steps):
+            for index, step in enumerate(steps):
+                for action in step.parts:
+                    source = self.placement.source(action.kind, action.microbatch, self.stage(rank, action))
+                    if source is not None:
+                        used[source] = index
+        return used

@@ -7,6 +7,7 @@ from itertools import accumulate
 from typing import Any
 
 from megafour.cost.flops import Flops, model_flops
+from megafour.parallel.pipeline.actions import Placement
 
 Span = tuple[int, int]
 """(first layer, number of layers) of one stage."""
@@ -28,10 +29,10 @@ def partition(model: Any, seq_length: int, stages: int, *, counts: Sequence[int]
     return balanced(layer_costs(flops, recompute), stages, flops.embedding, flops.head)
 
 
-def partition_layers(config: Any, stages: int, vocab_size: int | None = None) -> list[Span]:
+def partition_layers(config: Any, placement: Placement, vocab_size: int | None = None) -> list[Span]:
     """`partition` as the whole configuration asks for it; `vocab_size` where the model's own is still `auto`."""
     asked = config.parallel.pipeline.partition
-    return partition(config.model, config.data.seq_length, stages, counts=None if asked == "auto" else asked,
+    return partition(config.model, config.data.seq_length, placement.stages, counts=None if asked == "auto" else asked,
                      vocab_size=vocab_size, recompute=config.train.recompute)
 
 

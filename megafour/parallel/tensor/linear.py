@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from megafour.comm import primitives
 from megafour.comm.group import Group
 from megafour.kernels.matmul import linear, mm
-from megafour.parallel.grads import has_main_grad, weight_grad
+from megafour.parallel.grads import defer, has_main_grad, weight_grad
 from megafour.parallel.pieces import Piece, set_pieces
 
 
@@ -28,15 +29,22 @@ class _Column(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         (x,) = ctx.saved_tensors
         weight, group = ctx.weight, ctx.group
-        # Only the shard of x is kept between the passes (Korthikanti et al. 2022, section 4.2.2): gathered anew here.
-        gathered = primitives.all_gather(x, group, async_op=True) if ctx.sp else None
         flat = grad.reshape(-1, grad.shape[-1])
+        later = defer(weight, partial(_column_weight, weight, flat, x, group, ctx.sp))
+        # Only the shard of x is kept between the passes (Korthikanti et al. 2022, section 4.2.2): gathered anew here.
+        gathered = primitives.all_gather(x, group, async_op=True) if ctx.sp and not later else None
         grad_x = mm(flat, weight).view(*grad.shape[:-1], weight.shape[1])
         full = gathered.wait() if gathered is not None else x
         move = primitives.reduce_scatter if ctx.sp else primitives.all_reduce
         moving = move(grad_x, group, async_op=True)
-        grad_w = weight_grad(weight, flat, full.reshape(-1, full.shape[-1]))
+        grad_w = None if later else weight_grad(weight, flat, full.reshape(-1, full.shape[-1]))
         return moving.wait(), grad_w, None, None
+
+
+def _column_weight(weight: nn.Parameter, flat: Tensor, x: Tensor, group: Group, sp: bool) -> None:
+    """The weight gradient of a column-parallel layer that was put off; the shard of x is gathered only now."""
+    full = primitives.all_gather(x, group) if sp else x
+    weight_grad(weight, flat, full.reshape(-1, full.shape[-1]))
 
 
 class _Row(torch.autograd.Function):
