@@ -46,7 +46,11 @@ class SummedFiles(FileSystem):
                 yield stream
                 return
             summed = _Summed(cast(Any, stream))
-            yield summed
+            try:
+                yield summed
+            except Exception as error:
+                # torch's archive writer meets a full disk with complaints of its own about positions
+                raise summed.error or error from None
             self.sums[Path(path).name] = summed.sum
 
 
@@ -55,8 +59,13 @@ class _Summed:
 
     def __init__(self, file: Any) -> None:
         self._file, self.sum = file, 0
+        self.error: OSError | None = None
         self.tell, self.flush, self.fileno, self.close = file.tell, file.flush, file.fileno, file.close
 
     def write(self, data: Any) -> int:
         self.sum = zlib.crc32(data, self.sum)
-        return self._file.write(data)
+        try:
+            return self._file.write(data)
+        except OSError as error:
+            self.error = self.error or error
+            raise
