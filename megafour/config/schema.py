@@ -173,7 +173,8 @@ class CheckpointConfig(Section):
     """Keep the checkpoints of every step that is a multiple of this as well. Null: none."""
 
     asynchronous: bool = False
-    """Write while training goes on. This version: false."""
+    """Write while training goes on, from a copy of the step in host memory (as large as the rank's share of weights and
+    moments). The next save waits for the last one; one that fails ends the run."""
 
     resume: Index | Text = "auto"
     """`auto`: the newest whole checkpoint if there is one; `never`: refuse a folder that holds checkpoints; a step; or

@@ -134,6 +134,8 @@ def train_on(mesh: Mesh, config: Config, launch: Launch, tokenizer: Tokenizer | 
     except CheckpointError as error:
         return refuse(error, launch, 1)
     log = RankLog(folder.logs, mesh.rank, where=mesh.describe())
+    for note in folder.notes:
+        log.say(note)
     training: Run | None = None
     try:
         with StopRequest(folder.stop_file if mesh.rank == 0 else None) as stop:
@@ -168,7 +170,7 @@ def _start_and_train(training: Run, folder: RunFolder) -> str:
     """Resume or start, then train; returns the outcome."""
     config = training.config
     if folder.resume_from is not None:
-        training.restore(folder.resume_from)
+        training.restore(folder.resume_from, verified=True)
         training.log.say(f"resumed from {folder.resume_from}, step {training.progress.step}, "
                          f"on mesh {training.state.mesh.words}")
         if training.progress.step >= int(config.train.steps or 0):
