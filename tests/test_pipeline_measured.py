@@ -84,20 +84,23 @@ def timed(rank, world, name, microbatches, virtual):
     return recorder.spans()
 
 
-@pytest.mark.parametrize(("name", "virtual"), [("1f1b", 1), ("interleaved_1f1b", 2), ("zb_h1", 1), ("zb_v", 2)])
-def test_a_real_run_is_what_the_table_predicts(pool, name, virtual):
-    """Four ranks that sleep: order of actions exactly, bubble within three points; the best of three runs counts,
-    since other processes may hold a core."""
-    microbatches, found = 8, []
-    report = check(build(name, 4, microbatches, virtual), Times())
-    for _ in range(3):
-        spans = pool.run(timed, 4, name, microbatches, virtual)
-        for row, predicted in zip(spans, report.spans, strict=True):
-            assert [word for word, _, _ in row] == [str(work) for work, _, _ in predicted]
-        found.append(measured_bubble(spans))
-        if abs(found[-1] - report.bubble) <= 0.03:
-            return
-    pytest.fail(f"measured bubbles {found}, predicted {report.bubble}")
+REAL = [("1f1b", 1), ("interleaved_1f1b", 2), ("zb_h1", 1), ("zb_v", 2)]
+
+
+@pytest.mark.parametrize(("name", "virtual"), REAL)
+def test_a_real_run_has_the_order_that_the_table_predicts(pool, name, virtual):
+    report = check(build(name, 4, 8, virtual), Times())
+    for row, predicted in zip(pool.run(timed, 4, name, 8, virtual), report.spans, strict=True):
+        assert [word for word, _, _ in row] == [str(work) for work, _, _ in predicted]
+
+
+@pytest.mark.full    # needs a machine that does nothing else
+@pytest.mark.parametrize(("name", "virtual"), REAL)
+def test_a_real_run_has_the_bubble_that_the_table_predicts(pool, name, virtual):
+    """Four ranks that sleep, within three points; the best of three runs, since others may hold a core."""
+    predicted = check(build(name, 4, 8, virtual), Times()).bubble
+    found = [measured_bubble(pool.run(timed, 4, name, 8, virtual)) for _ in range(3)]
+    assert min(abs(bubble - predicted) for bubble in found) <= 0.03, (found, predicted)
 
 
 def live(rank, world, cases):
