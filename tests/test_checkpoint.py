@@ -1,5 +1,6 @@
 """Checkpoints on any mesh: round trips, refusals alike on all ranks, interrupted saves, pruning."""
 
+import io
 import json
 import pickle
 import re
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megafour.checkpoint import folder, store
+from megafour.checkpoint.checksum import crc32
 from megafour.checkpoint.errors import CheckpointError
 from megafour.checkpoint.tensors import LogicalTensor, flat_parts
 
@@ -167,12 +169,23 @@ def damage(path: Path, how: str) -> None:
         shard.write_bytes(shard.read_bytes()[:-1])
     elif how == "missing":
         shard.unlink()
+    elif how == "bit":
+        data = bytearray(shard.read_bytes())
+        data[len(data) // 2] ^= 1
+        shard.write_bytes(data)
+    elif how == "state":
+        (path / "state.json").write_text((path / "state.json").read_text().replace("5", "6", 1))
+    elif how == "manifest":
+        (path / "manifest.json").write_bytes((path / "manifest.json").read_bytes()[:-9])
     elif how == "index":
         (path / ".metadata").write_bytes((path / ".metadata").read_bytes()[:-1])
 
 
 @pytest.mark.parametrize("how, message", [("truncated", "__1_0.distcp has [0-9]+ bytes instead of"),
-                                          ("missing", "__1_0.distcp is missing"), ("index", ".metadata has")])
+                                          ("missing", "__1_0.distcp is missing"), ("index", ".metadata has"),
+                                          ("bit", "__1_0.distcp has the checksum [0-9a-f]{8} instead of [0-9a-f]{8}"),
+                                          ("state", "state.json has the checksum"),
+                                          ("manifest", "manifest.json cannot be read")])
 def test_a_damaged_checkpoint_is_refused_alike(pool, tmp_path, how, message):
     pool.run(save_layout, 2, str(tmp_path), "zero", 1)
     damage(store.step_path(tmp_path, 1), how)
@@ -252,9 +265,25 @@ def test_an_index_that_names_other_code_is_refused(tmp_path, capfd):
     (path / ".metadata").write_bytes(pickle.dumps(Evil()))
     manifest = json.loads((path / "manifest.json").read_text())
     manifest["files"][".metadata"] = (path / ".metadata").stat().st_size
+    manifest["crc32"][".metadata"] = f"{crc32(path / '.metadata'):08x}"
     (path / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(CheckpointError, match="builtins.print, which no index of tensors holds"):
         store.load(path, hold("dp", 0, 1, truth(SHAPES), False), None)
+    assert "must not run" not in capfd.readouterr().out
+
+
+def test_a_shard_that_names_other_code_is_refused(tmp_path, capfd):
+    path = store.save(tmp_path, 1, hold("dp", 0, 1, truth({"weights/a": (2,)}), True), {}, {}, None)
+    shard = path / "__0_0.distcp"
+    stream = io.BytesIO()
+    torch.save(Evil(), stream, _use_new_zipfile_serialization=False)    # bytes after it do no harm
+    evil = stream.getvalue()
+    shard.write_bytes(evil + bytes(max(0, shard.stat().st_size - len(evil))))
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["files"][shard.name], manifest["crc32"][shard.name] = shard.stat().st_size, f"{crc32(shard):08x}"
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match="Weights only load failed"):
+        store.load(path, hold("dp", 0, 1, truth({"weights/a": (2,)}), False), None)
     assert "must not run" not in capfd.readouterr().out
 
 

@@ -51,14 +51,17 @@ def test_a_bug_keeps_its_traceback(verb):
 
 
 @pytest.mark.parametrize("argv", [["try", "--n", "x"], ["nonsense"], []])
-@pytest.mark.parametrize("local_rank, lines", [("0", 1), ("3", 0)])
-def test_a_wrong_argument_is_one_line_and_exit_2(verb, capsys, monkeypatch, argv, local_rank, lines):
+@pytest.mark.parametrize("local_rank, waits", [("0", []), ("3", [cli.REFUSAL_WAIT])])
+def test_a_wrong_argument_is_one_line_and_exit_2(verb, capsys, monkeypatch, argv, local_rank, waits):
+    """Under torchrun local rank 0 says it first: the others would end the job with their exit."""
     verb(0)
+    waited: list[float] = []
     monkeypatch.setenv("LOCAL_RANK", local_rank)
+    monkeypatch.setattr(cli.time, "sleep", waited.append)
     with pytest.raises(SystemExit) as ended:
         cli.main(argv)
     err = capsys.readouterr().err
-    assert ended.value.code == 2 and err.count("\n") == lines and err.startswith("error: " if lines else "")
+    assert ended.value.code == 2 and err.count("\n") == 1 and err.startswith("error: ") and waited == waits
 
 
 def test_overrides_may_stand_anywhere(verb, capsys):

@@ -14,6 +14,7 @@ LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_a
          "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
          "vocab_size": 100, "max_position_embeddings": 256, "rms_norm_eps": 1e-6, "rope_theta": 5e5,
          "tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False, "torch_dtype": "bfloat16"}
+NO_BIAS = {key: value for key, value in LLAMA.items() if "bias" not in key}
 GPT2 = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 100, "n_positions": 32,
         "activation_function": "gelu_new", "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.0}
 
@@ -62,10 +63,17 @@ def test_a_hugging_face_folder_and_its_file(tmp_path):
      {"rope_theta": 1e6}),
     ({**LLAMA, "rope_scaling": {"type": "linear", "factor": 2}}, {"rope_scaling": {"type": "linear", "factor": 2.0}}),
     ({**LLAMA, "attention_bias": True, "mlp_bias": True}, {"qkv_bias": True, "linear_bias": True}),
-    ({**LLAMA, "model_type": "mistral", "sliding_window": None}, {"qk_norm": False}),
+    ({**LLAMA, "model_type": "mistral", "sliding_window": None}, {"qk_norm": False, "attention_window": None}),
+    ({**LLAMA, "model_type": "mistral", "sliding_window": 128}, {"attention_window": 128}),
+    ({**LLAMA, "model_type": "mistral"}, {"attention_window": 4096}),    # the library's default
+    ({**NO_BIAS, "model_type": "qwen3", "use_sliding_window": True, "sliding_window": 64, "max_window_layers": 0},
+     {"attention_window": 64}),
+    ({**NO_BIAS, "model_type": "qwen2", "use_sliding_window": True, "sliding_window": 64, "max_window_layers": 3},
+     {"attention_window": None}),
+    ({**NO_BIAS, "model_type": "qwen2", "sliding_window": 64}, {"attention_window": None}),
     ({**LLAMA, "model_type": "qwen3", "head_dim": 32, "use_sliding_window": False, "sliding_window": 4096,
       "max_window_layers": 28}, {"qk_norm": True, "head_dim": 32, "qkv_bias": False}),
-    ({k: v for k, v in LLAMA.items() if "bias" not in k} | {"model_type": "qwen2", "use_sliding_window": False},
+    ({**NO_BIAS, "model_type": "qwen2", "use_sliding_window": False},
      {"qkv_bias": True, "linear_bias": False}),
     (GPT2, {"norm": "layernorm", "activation": "gelu_tanh", "position": "learned", "hidden_dropout": 0.1,
             "tie_embeddings": True, "ffn_hidden_size": 256, "linear_bias": True, "qkv_bias": True}),
@@ -79,7 +87,13 @@ def test_families(tmp_path, values, expected):
 @pytest.mark.parametrize(("values", "word"), [
     ({**LLAMA, "model_type": "mixtral"}, "model_type = 'mixtral'"),
     ({**LLAMA, "hidden_act": "relu"}, 'hidden_act = "relu"'),
-    ({**LLAMA, "sliding_window": 128, "model_type": "mistral"}, "sliding_window = 128"),
+    ({**LLAMA, "sliding_window": 128}, "sliding_window = 128"),
+    ({**NO_BIAS, "model_type": "qwen2", "use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1},
+     "max_window_layers = 1"),
+    ({**NO_BIAS, "model_type": "qwen3", "use_sliding_window": True, "sliding_window": 64,
+      "layer_types": ["full_attention", "sliding_attention", "full_attention"]}, "layer_types"),
+    ({**NO_BIAS, "model_type": "qwen3", "mlp_bias": True, "attention_bias": True}, "mlp_bias = true"),
+    ({**LLAMA, "rope_interleaved": True}, "rope_interleaved = true"),
     ({**LLAMA, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_scaling.rope_type"),
     ({**LLAMA, "rope_scaling": {"rope_type": "yarn", "factor": 2.0, "mscale": 1.0}}, "rope_scaling.mscale"),
     ({**LLAMA, "attention_bias": True}, "attention_bias = true"),

@@ -21,6 +21,14 @@ def commands(path: Path) -> list[str]:
     return [c for block in blocks for c in COMMANDS.findall(block.replace("\\\n", " "))]
 
 
+def options_of(parser) -> set[str]:
+    """The options of a verb, and of the ways in which it splits (`convert from-hf`)."""
+    found = {s for action in parser._actions for s in action.option_strings}
+    for way in (parser._subparsers._group_actions if parser._subparsers else []):
+        found |= {s for inner in way.choices.values() for s in options_of(inner)}
+    return found
+
+
 ALL = [c for page in PROSE for c in commands(page)]
 
 
@@ -39,9 +47,8 @@ def test_commands_name_what_exists(command):
     if words[0] == "megafour" or "-m megafour" in command:
         verb = words[words.index("megafour") + 1]
         assert verb in cli.verbs(), f"`{command}`: there is no verb {verb}"
-        options = {s for a in cli.build_parser([verb])._subparsers._group_actions[0].choices[verb]._actions
-                   for s in a.option_strings}
-        unknown = [w for w in words if w.startswith("--") and w not in options]
+        options = options_of(cli.build_parser([verb])._subparsers._group_actions[0].choices[verb])
+        unknown = [w for w in words[words.index(verb):] if w.startswith("--") and w not in options]
         assert not unknown, f"`{command}`: {verb} has no {', '.join(unknown)}"
 
 

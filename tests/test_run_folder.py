@@ -21,7 +21,7 @@ from megafour.config.schema import Config
 from megafour.trainer.lock import RunLock
 from megafour.trainer.logs import RankLog
 from megafour.trainer.metrics import KEYS, Metrics, clean, console_line
-from megafour.trainer.run_folder import open_run_folder, read_status, resume_point, write_status
+from megafour.trainer.run_folder import newest_whole, open_run_folder, read_status, resume_points, write_status
 from megafour.trainer.signals import StopRequest
 from megafour.trainer.trackers import Tracker
 
@@ -99,6 +99,10 @@ def test_a_damaged_lock_is_taken_over(tmp_path):
 # --- resume -------------------------------------------------------------------------------------------------------
 
 
+def resume_point(folder: Path, resume: int | str) -> Path | None:
+    return newest_whole(resume_points(folder, resume), None)[0]
+
+
 def test_resume_rules(tmp_path):
     assert resume_point(tmp_path, "auto") is None and resume_point(tmp_path, "never") is None
     fake(tmp_path, 5, 10)
@@ -113,8 +117,21 @@ def test_resume_rules(tmp_path):
         resume_point(tmp_path, 7)
     with pytest.raises(CheckpointError, match="resume=.*nowhere: "):
         resume_point(tmp_path, str(tmp_path / "nowhere"))
+
+
+def test_a_damaged_checkpoint_is_skipped_unless_it_was_asked_for_by_name(tmp_path):
+    fake(tmp_path, 5, 10, 20)
     (tmp_path / "step-00000010" / "data").write_text("123")
-    with pytest.raises(CheckpointError, match="data has 3 bytes instead of 4; checkpoint.resume=STEP .*: 5, 10"):
+    (tmp_path / "step-00000020" / "manifest.json").write_text("{")
+    for resume in ("auto", str(tmp_path)):
+        point, notes = newest_whole(resume_points(tmp_path, resume), None)
+        assert point.name == "step-00000005"
+        assert len(notes) == 2 and "data has 3 bytes instead of 4" in notes[1] and "step-00000020" in notes[0]
+    for resume in (10, str(tmp_path / "step-00000010")):
+        with pytest.raises(CheckpointError, match="data has 3 bytes instead of 4; checkpoint.resume=STEP goes on"):
+            resume_point(tmp_path, resume)
+    (tmp_path / "step-00000005" / "data").unlink()
+    with pytest.raises(CheckpointError, match="none of 3 checkpoints is whole: .*data is missing; move them away"):
         resume_point(tmp_path, "auto")
 
 

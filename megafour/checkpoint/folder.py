@@ -52,13 +52,23 @@ def find(path: Path) -> Path:
     Raises:
         CheckpointError: when there is none.
     """
+    return find_all(path)[0]
+
+
+def find_all(path: Path) -> list[Path]:
+    """As `find`, with the older ones of a folder after it, the newest first.
+
+    Raises:
+        CheckpointError: when there is none.
+    """
     path = Path(path)
     if (path / MANIFEST).is_file():
-        return path
-    found = newest(path / "checkpoints") or newest(path)
-    if found is None:
-        raise CheckpointError(f"{path} is neither a whole checkpoint nor a folder that holds one")
-    return found
+        return [path]
+    for folder in (path / "checkpoints", path):
+        steps = list_steps(folder)
+        if steps:
+            return [step_path(folder, step) for step in reversed(steps)]
+    raise CheckpointError(f"{path} is neither a whole checkpoint nor a folder that holds one")
 
 
 def read_json(path: Path) -> Any:
@@ -97,9 +107,11 @@ def check_files(path: Path, sizes: dict[str, int]) -> None:
         raise CheckpointError(f"{path} is damaged: {listed(wrong)}")
 
 
-def check_manifest(path: Path) -> None:
+def check_manifest(path: Path) -> dict[str, int]:
     """Check that every file that was saved is there with exactly its bytes.
 
+    Returns:
+        the CRC-32 that each file must have, by name; what they hold is not read here.
     Raises:
         CheckpointError: naming the files that are not.
     """
@@ -108,9 +120,24 @@ def check_manifest(path: Path) -> None:
     if not (path / MANIFEST).is_file():
         raise CheckpointError(f"{path} is not a whole checkpoint: it has no {MANIFEST}")
     manifest = read_json(path / MANIFEST)
-    if manifest.get("format") != FORMAT:
-        raise CheckpointError(f"{path} has format {manifest.get('format')}; this version reads format {FORMAT}")
-    check_files(path, manifest["files"])
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        found = manifest.get("format") if isinstance(manifest, dict) else None
+        raise CheckpointError(f"{path} has format {found}; this version reads format {FORMAT}")
+    try:
+        sizes = {str(name): int(size) for name, size in manifest["files"].items()}
+        sums = {str(name): int(value, 16) for name, value in manifest.get("crc32", {}).items()}
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path / MANIFEST} is damaged: {type(error).__name__}: {error}") from None
+    check_files(path, sizes)
+    return sums
+
+
+def size_of(path: Path) -> int:
+    """Bytes of a checkpoint's files, by its manifest; 0 where that cannot be read."""
+    try:
+        return sum(read_json(Path(path) / MANIFEST)["files"].values())
+    except (CheckpointError, KeyError, TypeError, AttributeError):
+        return 0
 
 
 def prune(folder: Path, keep: int, keep_every: int | None = None) -> list[Path]:

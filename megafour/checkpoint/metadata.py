@@ -12,6 +12,7 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, filesystem, metadata
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
+from megafour.checkpoint.checksum import SummedFiles
 from megafour.checkpoint.errors import CheckpointError, listed
 
 INDEX = ".metadata"
@@ -169,7 +170,11 @@ class Reader(FileSystemReader):
 
 
 class Writer(FileSystemWriter):
-    """Writes one synced file a rank, and an index that does not name the folder it was written to."""
+    """Writes one synced file a rank, summed, and an index that does not name the folder it was written to."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.fs = self.files = SummedFiles()
 
     def storage_meta(self) -> StorageMeta:
         """Nothing about this machine: the folder is renamed, copied, published."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import warnings
 from collections.abc import Iterator
@@ -12,13 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megafour.checkpoint import metadata, tensors
-from megafour.checkpoint.agreement import collect, first_does, message, rank_in
-from megafour.checkpoint.errors import CheckpointError
+from megafour.checkpoint.agreement import collect, first_does, message, rank_in, share
+from megafour.checkpoint.checksum import crc32
+from megafour.checkpoint.errors import CheckpointError, listed
 from megafour.checkpoint.folder import (
     FORMAT,
     MANIFEST,
@@ -40,7 +43,7 @@ from megafour.checkpoint.folder import (
 from megafour.checkpoint.tensors import LogicalTensor
 
 __all__ = ["CheckpointError", "LogicalTensor", "check_shared", "find", "list_steps", "load", "newest", "prune",
-           "read_state", "save", "step_path", "stored_tensors", "tidy"]
+           "read_state", "save", "step_path", "stored_tensors", "tidy", "verify"]
 
 
 def save(folder: Path, step: int, held: list[LogicalTensor], state: dict[str, Any],
@@ -70,11 +73,14 @@ def save(folder: Path, step: int, held: list[LogicalTensor], state: dict[str, An
     first_does(begin, process_group, what)
     try:
         entries = _all_entries(held, process_group, what)
+        writer = metadata.Writer(aside)
         with _plain_errors(what):
-            dcp.save(tensors.state_dict(held, primary_only=True), storage_writer=metadata.Writer(aside),
+            dcp.save(tensors.state_dict(held, primary_only=True), storage_writer=writer,
                      planner=dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
                      process_group=process_group, no_dist=process_group is None)
-        first_does(lambda: _complete(aside, final, entries, {**state, "step": step}, extra_files), process_group, what)
+        sums = {name: crc for one in collect(writer.files.sums, process_group) or () for name, crc in one.items()}
+        first_does(lambda: _complete(aside, final, entries, {**state, "step": step}, extra_files, sums), process_group,
+                   what)
     except CheckpointError:
         if rank_in(process_group) == 0:
             shutil.rmtree(aside, ignore_errors=True)
@@ -83,8 +89,11 @@ def save(folder: Path, step: int, held: list[LogicalTensor], state: dict[str, An
 
 
 def _complete(aside: Path, final: Path, entries: dict[str, metadata.Entry], state: dict[str, Any],
-              extra_files: dict[str, Path | str]) -> None:
-    """Add the small files, check the whole against what was to be saved, and give it its name."""
+              extra_files: dict[str, Path | str], sums: dict[str, int]) -> None:
+    """Add the small files, check the whole against what was to be saved, and give it its name.
+
+    `sums`: the CRC-32 of the shards, as the ranks that wrote them took it.
+    """
     write_file(aside / STATE, json.dumps(state, indent=1))
     for name, source in extra_files.items():
         write_file(aside / name, source.read_bytes() if isinstance(source, Path) else source)
@@ -93,7 +102,8 @@ def _complete(aside: Path, final: Path, entries: dict[str, metadata.Entry], stat
     metadata.check_whole(aside, index)
     metadata.compare(aside, index, entries, ("",), cast=False)
     sizes = {str(path.relative_to(aside)): path.stat().st_size for path in sorted(aside.rglob("*")) if path.is_file()}
-    write_file(aside / MANIFEST, json.dumps({"format": FORMAT, "files": sizes}, indent=1))
+    crcs = {name: f"{sums[name] if name in sums else crc32(aside / name):08x}" for name in sizes}
+    write_file(aside / MANIFEST, json.dumps({"format": FORMAT, "files": sizes, "crc32": crcs}, indent=1))
     for path in [aside, *(p for p in aside.rglob("*") if p.is_dir())]:
         sync_folder(path)
     old = final.with_name(final.name + ".old")
@@ -105,12 +115,46 @@ def _complete(aside: Path, final: Path, entries: dict[str, metadata.Entry], stat
     remove(old)
 
 
+def verify(path: Path, process_group: ProcessGroup | None) -> None:
+    """Check that a checkpoint is whole: every file there, with its size and its checksum.
+
+    Every rank calls it together and reads a share of the files: where the mesh is the one that wrote, the very shard
+    that it loads next, which then lies in its cache.
+
+    Raises:
+        CheckpointError: on all ranks, with the same message, naming every file that is damaged.
+    """
+    path = Path(path)
+    sums = first_does(lambda: check_manifest(path), process_group, f"checking {path}")
+    rank, world = rank_in(process_group), 1 if process_group is None else dist.get_world_size(process_group)
+    wrong = []
+    for number, (name, wanted) in enumerate(sorted(sums.items())):
+        writer = _SHARD.match(name)
+        if (int(writer[1]) if writer else number) % world != rank:
+            continue
+        try:
+            found = crc32(path / name)
+            if found != wanted:
+                wrong.append(f"{name} has the checksum {found:08x} instead of {wanted:08x}")
+        except OSError as error:
+            wrong.append(f"{name} cannot be read: {error}")
+    everyone = collect(wrong, process_group)
+    problems = sorted(text for one in everyone or () for text in one)
+    damage = share(f"{path} is damaged: {listed(problems)}" if problems else None, process_group)
+    if damage is not None:
+        raise CheckpointError(damage)
+
+
+_SHARD = re.compile(r"__(\d+)_\d+\.distcp")
+"""How torch names the shard files of a rank."""
+
+
 def load(path: Path, held: list[LogicalTensor], process_group: ProcessGroup | None, *,
-         only: tuple[str, ...] = ("",), cast: bool = False) -> dict[str, Any]:
+         only: tuple[str, ...] = ("",), cast: bool = False, verified: bool = False) -> dict[str, Any]:
     """Load a checkpoint into what each rank holds, whatever mesh wrote it. Every rank calls it together.
 
-    Names, shapes and types of all ranks' tensors are compared before anything is read, so that a refused checkpoint
-    changes no tensor.
+    Names, shapes and types of all ranks' tensors are compared, and checksums verified, before anything is read into
+    them, so that a refused checkpoint changes no tensor.
 
     Args:
         path: the checkpoint's folder.
@@ -118,6 +162,7 @@ def load(path: Path, held: list[LogicalTensor], process_group: ProcessGroup | No
         process_group: all ranks that hold parts; None: this process alone.
         only: prefixes of the keys that must match, such as `("weights/",)`; other keys are not asked for.
         cast: convert a tensor that is stored in another type instead of refusing it.
+        verified: `verify` has passed already; the files are not summed again.
     Returns:
         the state that was saved, `step` included.
     Raises:
@@ -137,6 +182,8 @@ def load(path: Path, held: list[LogicalTensor], process_group: ProcessGroup | No
         return index, read_state(path)
 
     index, state = first_does(check, process_group, what)
+    if not verified:
+        verify(path, process_group)
     with _plain_errors(what), torch.no_grad():
         dcp.load(dict(tensors.state_dict(held, primary_only=False)), storage_reader=metadata.Reader(path, index),
                  planner=dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),

@@ -12,7 +12,8 @@ def add_parser(subparsers: Any) -> None:
     """Declare the verb's arguments."""
     parser = subparsers.add_parser("generate", help="continue a prompt with a trained model",
                                    description="Continue a prompt, on one process, from the checkpoint of any mesh.")
-    parser.add_argument("--checkpoint", required=True, type=Path, help="a run folder, or one checkpoint")
+    parser.add_argument("--checkpoint", required=True, type=Path,
+                        help="a run folder, one checkpoint, or a Hugging Face folder")
     parser.add_argument("--prompt", required=True, help="the text to continue")
     parser.add_argument("--max-tokens", type=int, default=64, help="tokens to add at most (default 64)")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token (default 0.8)")
@@ -37,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
 
     stage, tokenizer, _ = load_model(args.checkpoint)
     if tokenizer is None:
-        raise CheckpointError(f"{args.checkpoint}: the run had no tokenizer (data.tokenizer was null)")
+        raise CheckpointError(f"{args.checkpoint} has no tokenizer (the run's data.tokenizer was null)")
     ids = tokenizer.encode(args.prompt)
     if not ids and tokenizer.eod_id is not None:
         ids = [tokenizer.eod_id]

@@ -47,7 +47,7 @@ def describe(config: Config) -> str:
         ("mesh", _mesh(config)),
         ("batch", _batch(config)),
         ("length", _length(config)),
-        ("model", _model(config.model)),
+        ("model", model_words(config.model)),
     ]
     return "\n".join(f"{name:<7}{text}" for name, text in rows)
 
@@ -83,7 +83,8 @@ def _length(config: Config) -> str:
     return f"{steps:,} steps = {tokens:,} tokens; {config.lr_schedule.name} learning rate, peak {config.optimizer.lr:g}"
 
 
-def _model(model: ModelConfig) -> str:
+def model_words(model: ModelConfig) -> str:
+    """Shape and number of parameters."""
     known = model.vocab_size != "auto"
     count = count_parameters(model, int(model.vocab_size) if known else 0)
     words = f"{count:,} parameters" + ("" if known else " without the vocabulary's, which the tokenizer decides")

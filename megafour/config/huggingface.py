@@ -12,11 +12,18 @@ _IGNORED = frozenset(
     "unk_token_id sep_token_id _name_or_path name_or_path pretraining_tp output_attentions output_hidden_states "
     "return_dict is_decoder is_encoder_decoder torchscript task_specific_params id2label label2id "
     "gradient_checkpointing auto_map attn_implementation _attn_implementation _attn_implementation_autoset "
-    "is_llama_config rope_interleaved transformers.js_config summary_activation summary_first_dropout "
+    "is_llama_config transformers.js_config summary_activation summary_first_dropout "
     "summary_proj_to_labels summary_type summary_use_proj n_ctx chunk_size_feed_forward problem_type "
-    "num_labels quantization_config_none use_bfloat16 keys_to_ignore_at_inference license".split()
+    "num_labels use_bfloat16 keys_to_ignore_at_inference license".split()
 )
 _ROTARY = ("llama", "mistral", "qwen2", "qwen3")
+_ABSENT: dict[str, dict[str, Any]] = {
+    "llama": {"num_key_value_heads": None, "max_position_embeddings": 2048, "sliding_window": None, "head_dim": None},
+    "mistral": {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096, "head_dim": None},
+    "qwen2": {"num_key_value_heads": 32, "max_position_embeddings": 32768, "sliding_window": 4096, "head_dim": None},
+    "qwen3": {"num_key_value_heads": 32, "max_position_embeddings": 32768, "sliding_window": 4096, "head_dim": 128},
+}
+"""What a key that is absent means to `transformers`, where the families differ."""
 _ROPE_SCALING = (
     "factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow",
     "attention_factor",
@@ -31,13 +38,7 @@ def read_huggingface(path: Path) -> dict[str, Any]:
     Raises:
         ConfigError: for an unknown family, and for every key or value that this framework would not compute alike.
     """
-    file = path / "config.json" if path.is_dir() else path
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{file}: cannot be read as JSON: {error}") from None
-    if not isinstance(config, dict):
-        raise ConfigError(f"{file}: is not a mapping")
+    file, config = _read(path)
     family = config.get("model_type")
     keys = _Keys(config, file)
     if family in _ROTARY:
@@ -51,6 +52,23 @@ def read_huggingface(path: Path) -> dict[str, Any]:
     return {key: value for key, value in values.items() if value is not None}
 
 
+def huggingface_family(path: Path) -> str:
+    """The `model_type` of a Hugging Face folder or config.json."""
+    return str(_read(path)[1].get("model_type"))
+
+
+def _read(path: Path) -> tuple[Path, dict[str, Any]]:
+    """The file, and what it holds."""
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file}: cannot be read as JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise ConfigError(f"{file}: is not a mapping")
+    return file, config
+
+
 class _Keys:
     """The file's keys, each taken once, so that what nobody took is refused by name."""
 
@@ -61,6 +79,10 @@ class _Keys:
     def take(self, key: str, default: Any = None) -> Any:
         value = self.left.pop(key, default)
         return default if value is None else value
+
+    def or_absent(self, key: str, absent: Any) -> Any:
+        """The value, null included; `absent` only where the key is not there."""
+        return self.left.pop(key, absent)
 
     def need(self, key: str) -> Any:
         if self.left.get(key) is None:
@@ -84,28 +106,19 @@ class _Keys:
 
 def _rotary(keys: _Keys, family: str) -> dict[str, Any]:
     """Llama and its relatives: RMSNorm, SwiGLU, RoPE, grouped queries."""
+    absent = _ABSENT[family]
     keys.only("hidden_act", "silu")
-    _no_window(keys)
-    heads, hidden = keys.need("num_attention_heads"), keys.need("hidden_size")
-    attention_bias = keys.take("attention_bias", family == "qwen2")
-    mlp_bias = keys.take("mlp_bias", False)
-    if family == "qwen2":
-        if attention_bias is not True:
-            keys.refuse("attention_bias", attention_bias)
-        output_bias = False
-    else:
-        output_bias = attention_bias
-    if output_bias != mlp_bias:
-        # linear_bias covers the output projection and the MLP together.
-        keys.refuse("mlp_bias" if mlp_bias else "attention_bias", True)
-    positions = keys.take("max_position_embeddings", 2048 if family == "llama" else 32768)
+    keys.only("rope_interleaved", False)
+    heads, layers = keys.need("num_attention_heads"), keys.need("num_hidden_layers")
+    qkv_bias, linear_bias = _biases(keys, family)
+    positions = keys.take("max_position_embeddings", absent["max_position_embeddings"])
     theta, scaling = _rope(keys, positions)
     return {
-        "num_layers": keys.need("num_hidden_layers"),
-        "hidden_size": hidden,
+        "num_layers": layers,
+        "hidden_size": keys.need("hidden_size"),
         "num_attention_heads": heads,
-        "num_key_value_heads": keys.take("num_key_value_heads", heads),
-        "head_dim": keys.take("head_dim", 128 if family == "qwen3" else None),
+        "num_key_value_heads": keys.or_absent("num_key_value_heads", absent["num_key_value_heads"]) or heads,
+        "head_dim": keys.take("head_dim", absent["head_dim"]),
         "ffn_hidden_size": keys.need("intermediate_size"),
         "vocab_size": keys.need("vocab_size"),
         "max_position_embeddings": positions,
@@ -116,23 +129,51 @@ def _rotary(keys: _Keys, family: str) -> dict[str, Any]:
         "rope_theta": theta,
         "rope_scaling": scaling,
         "qk_norm": family == "qwen3",
-        "qkv_bias": bool(attention_bias),
-        "linear_bias": bool(output_bias),
+        "qkv_bias": qkv_bias,
+        "linear_bias": linear_bias,
         "tie_embeddings": keys.take("tie_word_embeddings", False),
+        "attention_window": _window(keys, family, layers),
         "attention_dropout": float(keys.take("attention_dropout", 0.0)),
         "init_std": float(keys.take("initializer_range", 0.02)),
     }
 
 
-def _no_window(keys: _Keys) -> None:
-    """Refuse a sliding window in use; Qwen configs carry one that `use_sliding_window: false` switches off."""
-    used = keys.take("use_sliding_window", None)
-    window, _ = keys.take("sliding_window"), keys.take("max_window_layers")
-    if window is not None and used is not False:
+def _biases(keys: _Keys, family: str) -> tuple[bool, bool]:
+    """(qkv_bias, linear_bias); the latter covers the output projection and the MLP together."""
+    attention = keys.take("attention_bias", family == "qwen2")
+    if family == "qwen2":
+        if attention is not True:
+            keys.refuse("attention_bias", attention)
+        return True, False
+    mlp = keys.take("mlp_bias", False)
+    if attention != mlp:
+        keys.refuse("mlp_bias" if mlp else "attention_bias", True)
+    if mlp and family != "llama":
+        keys.refuse("mlp_bias", mlp)    # such a model has none: the key would have no effect there
+    return bool(attention), bool(mlp)
+
+
+def _window(keys: _Keys, family: str, layers: int) -> int | None:
+    """Tokens that a query sees, itself included; None: all before it.
+
+    Mistral's window is on in every layer. Qwen's counts only with `use_sliding_window`, from layer `max_window_layers`
+    on or where `layer_types` says so: a window in a part of the layers is refused.
+    """
+    window = keys.or_absent("sliding_window", _ABSENT[family]["sliding_window"])
+    used = bool(keys.take("use_sliding_window", family == "mistral"))
+    first = keys.take("max_window_layers", 0 if family == "mistral" else 28)
+    kinds = keys.take("layer_types")
+    if family == "llama" and window is not None:
         keys.refuse("sliding_window", window)
-    layer_types = keys.take("layer_types", [])
-    if any(kind != "full_attention" for kind in layer_types):
-        keys.refuse("layer_types", layer_types)
+    window = window if used else None
+    sliding = "sliding_attention"
+    named = kinds or [sliding if window is not None and i >= first else "full_attention" for i in range(layers)]
+    wanted = {sliding} if window is not None else {"full_attention"}
+    if window is not None and set(named) == {"full_attention"} and family != "mistral":
+        return None
+    if set(named) != wanted:
+        keys.refuse("layer_types", kinds) if kinds else keys.refuse("max_window_layers", first)
+    return window
 
 
 def _rope(keys: _Keys, positions: int) -> tuple[float, dict[str, Any] | None]:

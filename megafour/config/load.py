@@ -2,6 +2,7 @@
 
 import json
 import re
+from copy import deepcopy
 from pathlib import Path as FilePath
 from typing import Any, NoReturn, get_origin
 
@@ -17,17 +18,18 @@ from megafour.config.types import alternatives, item_section, nullable, section_
 from megafour.config.yaml_text import Path, Plain, dotted, parse_yaml, shown
 
 
-def load_config(path: str | None = None, overrides: list[str] | None = None) -> Config:
+def load_config(path: str | None = None, overrides: list[str] | None = None,
+                values: dict[str, Any] | None = None) -> Config:
     """Read a configuration.
 
     Args:
-        path: a YAML file; None starts from the defaults.
+        path: a YAML file; None starts from `values`, or from the defaults.
         overrides: `section.key=value`, the value in YAML syntax. Of two for one key the later one holds.
     Raises:
         ConfigError: for anything that is not exactly a key of the schema with a value of its type.
     """
     origins: dict[Path, str] = {}
-    tree: Any = {}
+    tree: Any = deepcopy(values) if values else {}
     if path is not None:
         tree, lines = parse_yaml(_read(path), path)
         origins = {key: f"{path}:{line}" for key, line in lines.items()}

@@ -173,7 +173,8 @@ class CheckpointConfig(Section):
     """Keep the checkpoints of every step that is a multiple of this as well. Null: none."""
 
     asynchronous: bool = False
-    """Write while training goes on. This version: false."""
+    """Write while training goes on, from a copy of the step in host memory (as large as the rank's share of weights and
+    moments). The next save waits for the last one; one that fails ends the run."""
 
     resume: Index | Text = "auto"
     """`auto`: the newest whole checkpoint if there is one; `never`: refuse a folder that holds checkpoints; a step; or
@@ -212,7 +213,7 @@ class LoggingConfig(Section):
     """Project in Weights & Biases. Null: off. A tracker that fails never stops a run."""
 
     traffic: bool = False
-    """Count the bytes that each primitive moves on each axis, and log them."""
+    """Count calls, bytes and time of each primitive on each axis; log them beside the bytes that formulas predict."""
 
     timeline: bool = False
     """Record when each action of the pipeline runs, in the second step: the run's log draws what the schedule predicts

@@ -1,53 +1,128 @@
-"""A trained model on one process, from a run folder or from the checkpoint of any mesh."""
+"""A trained model for inference, on one process or a mesh: from a run folder, a checkpoint or a Hugging Face folder."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from megafour.checkpoint import store
+from megafour.checkpoint import huggingface, store
 from megafour.checkpoint.errors import CheckpointError
 from megafour.checkpoint.tensors import LogicalTensor
+from megafour.config.huggingface import huggingface_family, read_huggingface
 from megafour.config.load import load_config
 from megafour.config.rules import resolve
 from megafour.config.schema import Config
-from megafour.data.tokenizer import Tokenizer, load_tokenizer
+from megafour.data.tokenizer import FILE_NAMES, Tokenizer, load_tokenizer
 from megafour.mesh import Mesh
+from megafour.model.shapes import logical_shapes
 from megafour.model.stage import Stage, build_stage
 from megafour.parallel.pieces import named_pieces
+from megafour.parallel.pipeline.select import Pipeline, pipeline_of
 
-ONE_PROCESS = {"parallel.dp": 1, "parallel.pp": 1, "parallel.tp": 1, "parallel.cp": 1, "parallel.context": {},
-               "parallel.zero_stage": 0, "parallel.pipeline": {}, "train.micro_batch_size": 1,
-               "train.recompute": "none"}
-"""What of a training config changes when one process holds the whole model."""
+
+@dataclass
+class Loaded:
+    """This rank's part of a model in evaluation mode."""
+
+    config: Config
+    mesh: Mesh
+    stage: Stage
+    pipeline: Pipeline
+
+
+def find_model(path: Path) -> Path:
+    """The folder with the weights that a user means: a Hugging Face folder, or a checkpoint, by itself or in its run.
+
+    Raises:
+        CheckpointError: where there is none.
+    """
+    return Path(path) if huggingface.is_huggingface(Path(path)) else store.find(Path(path))
+
+
+def model_settings(folder: Path, overrides: list[str] | None = None, precision: str = "fp32") -> Config:
+    """The configuration under which a folder's model is used: its own model and data, all else at defaults.
+
+    How it was trained (mesh, batch, device) does not count here, nor does dropout. Not resolved yet.
+
+    Args:
+        folder: as `find_model` gives it.
+        overrides: `section.key=value`.
+        precision: of weights and activations, where the overrides do not say it.
+    Raises:
+        ConfigError: for what cannot be computed, by name.
+    """
+    if huggingface.is_huggingface(folder):
+        values = huggingface_values(folder)
+    else:
+        trained = load_config(str(folder / "config.yaml"))
+        kept = trained.model_dump()
+        values = {"model": kept["model"], "run": {"seed": trained.run.seed}, "data": {
+            key: kept["data"][key] for key in ("seq_length", "document_mask", "tokenizer")}}
+    values["model"].update(attention_dropout=0.0, hidden_dropout=0.0)
+    values["train"] = {"precision": precision}
+    return load_config(None, overrides, values)
+
+
+def huggingface_values(folder: Path) -> dict[str, Any]:
+    """Sections `model` and `data` of a Hugging Face folder: its shape, its longest sequence, its tokenizer."""
+    model = read_huggingface(folder)
+    data: dict[str, Any] = {"seq_length": model["max_position_embeddings"]}
+    for kind in ("huggingface", "sentencepiece"):
+        if (folder / FILE_NAMES[kind]).is_file():
+            data["tokenizer"] = {"kind": kind, "path": str(folder / FILE_NAMES[kind])}
+            break
+    return {"model": model, "data": data}
+
+
+def vocabulary_of(folder: Path, config: Config) -> int:
+    """The number of token ids, which a saved or converted model always knows."""
+    if not isinstance(config.model.vocab_size, int):
+        raise CheckpointError(f"{folder}: model.vocab_size={config.model.vocab_size} is no number")
+    return config.model.vocab_size
+
+
+def load_stage(folder: Path, config: Config, mesh: Mesh) -> Loaded:
+    """Build this rank's stage and read its weights. Every rank of the mesh calls it together.
+
+    Args:
+        folder: as `find_model` gives it.
+        config: resolved for the mesh.
+    Raises:
+        CheckpointError: on all ranks, where the folder is damaged or does not fit its own config.
+    """
+    vocab_size = vocabulary_of(folder, config)
+    stage = build_stage(config, mesh, vocab_size)
+    held = [LogicalTensor(f"weights/{piece.name}", piece.shape, param.dtype,
+                          [(piece.offset, piece.size, piece.view(param.data))], True)
+            for param, piece in named_pieces(stage)]
+    group = mesh.group("world").pg
+    with torch.no_grad():
+        if huggingface.is_huggingface(folder):
+            huggingface.load(folder, huggingface_family(folder), logical_shapes(config, vocab_size), held, group)
+        else:
+            store.load(folder, held, group, only=("weights/",), cast=True)
+    return Loaded(config, mesh, stage.eval(), pipeline_of(config))
 
 
 def load_model(path: Path, precision: str = "fp32") -> tuple[Stage, Tokenizer | None, Config]:
-    """Weights, tokenizer and config of a checkpoint, on the CPU.
+    """Weights, tokenizer and config of a model, whole on the CPU.
 
     Args:
-        path: a run folder (its newest checkpoint), a folder of checkpoints, or one checkpoint.
+        path: a run folder (its newest checkpoint), a folder of checkpoints, one checkpoint, or a Hugging Face folder.
         precision: dtype of weights and activations.
     Raises:
         CheckpointError: where there is no whole checkpoint, or it does not fit its own config.
     """
-    folder = store.find(path)
-    config = load_config(str(folder / "config.yaml")).replace({**ONE_PROCESS, "train.precision": precision})
-    config = resolve(config, 1, data=False)
-    if not isinstance(config.model.vocab_size, int):
-        raise CheckpointError(f"{folder / 'config.yaml'}: model.vocab_size={config.model.vocab_size} is no number")
-    stage = build_stage(config, Mesh.single(), config.model.vocab_size)
-    with torch.no_grad():
-        held = [LogicalTensor(f"weights/{piece.name}", piece.shape, param.dtype,
-                              [(piece.offset, piece.size, piece.view(param.data))], True)
-                for param, piece in named_pieces(stage)]
-        store.load(folder, held, None, only=("weights/",), cast=True)
-    return stage.eval(), _tokenizer(folder, config), config
+    folder = find_model(path)
+    config = resolve(model_settings(folder, precision=precision), 1, data=False)
+    return load_stage(folder, config, Mesh.single()).stage, open_tokenizer(folder, config), config
 
 
-def _tokenizer(folder: Path, config: Config) -> Tokenizer | None:
-    """The tokenizer that was saved in the checkpoint; None where the run had none."""
+def open_tokenizer(folder: Path, config: Config) -> Tokenizer | None:
+    """The tokenizer that was saved with the model; None where there is none."""
     wanted = config.data.tokenizer
     if wanted is None:
         return None

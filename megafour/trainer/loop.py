@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -21,11 +22,14 @@ from megafour.data.loader import BatchLoader
 from megafour.data.tokenizer import Tokenizer
 from megafour.optim.lr_schedule import learning_rate
 from megafour.parallel.pipeline.record import Recorder
-from megafour.trainer import diagnose
+from megafour.trainer import diagnose, traffic
 from megafour.trainer.logs import RankLog
 from megafour.trainer.memory import peak_bytes
 from megafour.trainer.metrics import Metrics
 from megafour.trainer.step import StepResult, TrainState, evaluate_batch, train_step
+
+if TYPE_CHECKING:
+    from megafour.trainer.saving import Saver
 
 
 class TrainingError(Exception):
@@ -64,6 +68,14 @@ class Run:
         """All ranks, for checkpoints; None in a world of one."""
         return self.state.mesh.group("world").pg
 
+    @cached_property
+    def saver(self) -> Saver:
+        """Writes this run's checkpoints. All ranks make it together, for it may make a process group."""
+        # Here and below: no start should wait half a second for the import of torch.distributed.checkpoint.
+        from megafour.trainer.saving import Saver
+
+        return Saver(self.config.checkpoint, Path(self.config.checkpoint_dir), self.group, self.log)
+
     @property
     def flops_per_token(self) -> float:
         """Model FLOPs of a trained token (causal attention counted half)."""
@@ -92,6 +104,7 @@ class Run:
         steps = iter(self.loader(self.datasets.train, progress.consumed_samples, cfg.data.workers))
         total = int(cfg.train.steps or 0)
         outcome, first_step = "finished", True
+        world = self.state.mesh.world
         while progress.step < total:
             started = time.perf_counter()
             batches = self._on_device(next(steps))
@@ -106,11 +119,22 @@ class Run:
                 self.metrics.write(line)
             if cfg.checkpoint.every and progress.step % cfg.checkpoint.every == 0:
                 self.save()
+            if cfg.checkpoint.asynchronous:
+                self.saver.look()
+            if result.flags > world:
+                self.saver.fail()
             if result.flags > 0:
                 outcome = "preempted"
                 break
         self.save()
+        self.saver.wait()
         return outcome
+
+    def _flag(self) -> float:
+        """What this rank adds to the sum over ranks: 1 when it was asked to stop, more than all those when a save of
+        its own in the background has failed."""
+        failed = self.config.checkpoint.asynchronous and self.saver.failed
+        return float(self.stop_asked()) + (self.state.mesh.world + 1) * failed
 
     def _one_step(self, batches: list[MicroBatch], total: int) -> tuple[StepResult, float]:
         cfg, progress, state = self.config, self.progress, self.state
@@ -119,8 +143,12 @@ class Run:
             state.mesh.ledger.reset()
         drawn = cfg.logging.timeline and progress.step == min(1, total - 1)    # the first step has start-up in it
         state.recorder = Recorder(state.mesh.device) if drawn else None
+        started = time.perf_counter()
         with self._profile():
-            result = train_step(state, batches, progress.step, lr, float(self.stop_asked()))
+            result = train_step(state, batches, progress.step, lr, self._flag())
+        if state.mesh.ledger is not None and (progress.step == 0 or (progress.step + 1) % cfg.logging.every == 0):
+            table = traffic.table(cfg, state, batches, time.perf_counter() - started, updated=result.applied)
+            self.log.say(f"traffic of {state.mesh.describe()} in step {progress.step + 1}\n{table}")
         if state.recorder is not None:
             self._timeline(state.recorder, len(batches))
         if not result.applied:
@@ -133,8 +161,6 @@ class Run:
         if cfg.logging.parameter_norms and progress.step % cfg.logging.parameter_norms == 0:
             for text in diagnose.parameter_norms(state):
                 self.log.say(text)
-        if state.mesh.ledger is not None and (progress.step == 1 or progress.step % cfg.logging.every == 0):
-            self.log.say(f"traffic of rank {state.mesh.rank} in step {progress.step}\n{state.mesh.ledger.table()}")
         return result, lr
 
     def _skipped(self, batches: list[MicroBatch], result: StepResult) -> None:
@@ -151,6 +177,7 @@ class Run:
                          f"{found}")
         limit = self.config.train.max_skipped_steps
         if progress.skipped_in_a_row >= limit:
+            self.saver.wait()       # all ranks raise alike: what is being saved is not lost
             raise TrainingError(f"{limit} steps in a row were skipped (train.max_skipped_steps={limit}): the last was "
                                 f"step {progress.step + 1}, loss {result.loss}, gradient norm {result.grad_norm}")
 
@@ -202,44 +229,29 @@ class Run:
     # --- checkpoints --------------------------------------------------------------------------------------------
 
     def save(self) -> None:
-        """Save this step, unless it is saved already, and prune old ones."""
+        """Save this step (or begin to), unless it is saved already, and prune old ones."""
         cfg, progress = self.config, self.progress
         if self.saved_step == progress.step:
             return
-        # Here and below: no first step should wait half a second for the import of torch.distributed.checkpoint.
-        from megafour.checkpoint import store
         from megafour.trainer.saving import logical_tensors, small_state
 
-        folder = Path(cfg.checkpoint_dir)
         files: dict[str, Path | str] = {"config.yaml": to_yaml(cfg)}
         if self.tokenizer is not None:
             files.update(self.tokenizer.files())
-        store.save(folder, progress.step, logical_tensors(self.state),
-                   small_state(self.state, progress.step, progress.consumed_samples, progress.consumed_tokens,
-                               progress.skipped_steps), files, self.group)
+        self.saver.save(progress.step, logical_tensors(self.state),
+                        small_state(self.state, progress.step, progress.consumed_samples, progress.consumed_tokens,
+                                    progress.skipped_steps), files)
         self.saved_step = progress.step
-        if self.state.mesh.rank == 0:
-            store.prune(folder, cfg.checkpoint.keep, cfg.checkpoint.keep_every)
 
-    def restore(self, path: Path) -> None:
-        """Go on from a checkpoint of any mesh."""
+    def restore(self, path: Path, *, verified: bool = False) -> None:
+        """Go on from a checkpoint of any mesh; `verified`: it has been read and found whole already."""
         from megafour.checkpoint import store
         from megafour.trainer.saving import logical_tensors, restore_small_state
 
-        saved = store.load(path, logical_tensors(self.state), self.group, cast=True)
+        saved = store.load(path, logical_tensors(self.state), self.group, cast=True,
+                           verified=verified)
         restore_small_state(self.state, saved)
         self.progress = Progress(saved["step"], saved["consumed_samples"], saved["consumed_tokens"],
                                  saved["skipped_steps"])
         own = path.resolve().parent == Path(self.config.checkpoint_dir).resolve()
         self.saved_step = self.progress.step if own else -1     # another run's checkpoint is not this run's
-
-    def start_from(self, path: Path, *, optimizer: bool) -> None:
-        """Take weights (and moments) from another run's checkpoint, at step 0."""
-        from megafour.checkpoint import store
-        from megafour.trainer.saving import logical_tensors
-
-        only = ("",) if optimizer else ("weights/",)
-        saved = store.load(path, logical_tensors(self.state, optimizer=optimizer), self.group, only=only, cast=True)
-        if optimizer:
-            self.state.optimizer.set_updates(int(saved["optimizer_updates"]))
-        self.state.optimizer.publish()

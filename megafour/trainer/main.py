@@ -6,7 +6,6 @@ import os
 import sys
 import time
 import traceback
-from pathlib import Path
 
 import torch
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -31,6 +30,7 @@ from megafour.trainer.metrics import Metrics
 from megafour.trainer.run_folder import RunFolder, open_run_folder
 from megafour.trainer.setup import build_mesh, build_state, choose_device
 from megafour.trainer.signals import StopRequest
+from megafour.trainer.starting import check_start, start_from
 
 REFUSAL_WAIT = 20.0
 """Seconds for which ranks other than local rank 0 wait before they say an error themselves."""
@@ -79,6 +79,7 @@ def run(path: str | None, overrides: list[str]) -> int:
         tokenizer, info = open_tokenizer(config)
         config = config.replace({"model.vocab_size": vocabulary(config, info)})
         config = resolve(config, launch.world)
+        check_start(config)
         check_pipeline(config)
         datasets = build_datasets(config, info)
     except ConfigError as error:
@@ -133,13 +134,14 @@ def train_on(mesh: Mesh, config: Config, launch: Launch, tokenizer: Tokenizer | 
     except CheckpointError as error:
         return refuse(error, launch, 1)
     log = RankLog(folder.logs, mesh.rank, where=mesh.describe())
+    for note in folder.notes:
+        log.say(note)
     training: Run | None = None
     try:
-        source = starting_point(config, folder)
         with StopRequest(folder.stop_file if mesh.rank == 0 else None) as stop:
             training = Run(config, build_state(config, mesh, int(config.model.vocab_size)), datasets, tokenizer,
                            log=log, stop_asked=stop.asked, peak_tflops=peak_tflops(config, device))
-            outcome = _start_and_train(training, folder, source)
+            outcome = _start_and_train(training, folder)
             reason = (stop.reason or "a signal on another rank") if outcome == "preempted" else None
             folder.status(outcome, training.progress.step, reason)
             log.say(f"{outcome} after step {training.progress.step}{f' by {reason}' if reason else ''}, saved in "
@@ -164,33 +166,18 @@ def train_on(mesh: Mesh, config: Config, launch: Launch, tokenizer: Tokenizer | 
     return 0
 
 
-def starting_point(config: Config, folder: RunFolder) -> Path | None:
-    """The other run's checkpoint that a new run takes its weights from, found before any model is built.
-
-    Raises:
-        CheckpointError: checkpoint.init_from names none.
-    """
-    wanted = config.checkpoint.init_from
-    if wanted is None or folder.resume_from is not None:
-        return None
-    try:
-        return checkpoints.find(Path(wanted))
-    except CheckpointError as error:
-        raise CheckpointError(f"checkpoint.init_from={wanted}: {error}") from None
-
-
-def _start_and_train(training: Run, folder: RunFolder, source: Path | None) -> str:
-    """Resume, or start (from `source`, if that is given), then train; returns the outcome."""
+def _start_and_train(training: Run, folder: RunFolder) -> str:
+    """Resume or start, then train; returns the outcome."""
     config = training.config
     if folder.resume_from is not None:
-        training.restore(folder.resume_from)
+        training.restore(folder.resume_from, verified=True)
         training.log.say(f"resumed from {folder.resume_from}, step {training.progress.step}, "
                          f"on mesh {training.state.mesh.words}")
         if training.progress.step >= int(config.train.steps or 0):
             training.log.say(f"nothing to train: that is train.steps={config.train.steps} or beyond it")
-    elif source is not None:
-        training.start_from(source, optimizer=config.checkpoint.init_optimizer)
-        training.log.say(f"weights taken from {source}")
+    elif config.checkpoint.init_from is not None:
+        for line in start_from(training.state, config):
+            training.log.say(line)
     folder.begin(training.progress.step, config)
     training.log.say(describe(config))
     training.metrics = Metrics(folder.path, config, training.log, start_step=training.progress.step)

@@ -7,7 +7,7 @@ import json
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
@@ -35,6 +35,8 @@ class RunFolder:
     lock: RunLock | None
     """Held by the first rank; None on the others."""
     group: ProcessGroup | None
+    notes: list[str] = field(default_factory=list)
+    """Lines that the log should have: checkpoints that were skipped because they are damaged."""
 
     @property
     def logs(self) -> Path:
@@ -109,36 +111,34 @@ def open_run_folder(config: Config, group: ProcessGroup | None) -> RunFolder:
         checkpoints.check_shared(shared, group)
     locks: list[RunLock] = []
 
-    def work() -> Path | None:
+    def work() -> list[Path]:
         (path / "logs").mkdir(exist_ok=True)
         locks.append(RunLock(path / "lock").acquire())
         checkpoints.tidy(saved)
         step = int(read_status(path).get("step") or 0)
-        try:
-            found = resume_point(saved, config.checkpoint.resume)
-        except CheckpointError as error:
-            write_status(path, "failed", step, str(error))
-            raise
         write_status(path, "running", step)
-        return found
+        return resume_points(saved, config.checkpoint.resume)
 
     try:
-        resume_from = first_does(work, group, f"opening {path}")
-    except CheckpointError:
+        points = first_does(work, group, f"opening {path}")
+        resume_from, notes = newest_whole(points, group)
+    except CheckpointError as error:
         for lock in locks:
+            with contextlib.suppress(OSError):      # a full disk must not take the place of the error itself
+                write_status(path, "failed", int(read_status(path).get("step") or 0), str(error))
             lock.release()
         raise
-    return RunFolder(path, saved, resume_from, locks[0] if locks else None, group)
+    return RunFolder(path, saved, resume_from, locks[0] if locks else None, group, notes)
 
 
-def resume_point(folder: Path, resume: int | str) -> Path | None:
-    """The checkpoint that `checkpoint.resume` means; None: start at step 0.
+def resume_points(folder: Path, resume: int | str) -> list[Path]:
+    """The checkpoints that `checkpoint.resume` means, the first one that is whole being the one; []: start at step 0.
 
     Args:
         folder: of the run's own checkpoints.
         resume: `auto` (the newest whole one, if any), `never` (refuse a folder that holds any), a step, or a path.
     Raises:
-        CheckpointError: when there is no such checkpoint, it is damaged, or `never` finds one.
+        CheckpointError: when there is no such checkpoint, or `never` finds one.
     """
     steps = checkpoints.list_steps(folder)
     if resume == "never":
@@ -146,26 +146,44 @@ def resume_point(folder: Path, resume: int | str) -> Path | None:
             raise CheckpointError(
                 f"checkpoint.resume=never, but {folder} holds checkpoints (steps {_listed(steps)}); give another "
                 f"run.dir or run.name, or checkpoint.resume=auto to go on")
-        return None
+        return []
     if resume == "auto":
-        if not steps:
-            return None
-        path = checkpoints.step_path(folder, steps[-1])
-    elif isinstance(resume, int) or resume.isdecimal():
+        return [checkpoints.step_path(folder, step) for step in reversed(steps)]
+    if isinstance(resume, int) or resume.isdecimal():
         if int(resume) not in steps:
             raise CheckpointError(f"checkpoint.resume={resume}: {folder} has no whole checkpoint of that step, but "
                                   f"{f'steps {_listed(steps)}' if steps else 'none at all'}")
-        path = checkpoints.step_path(folder, int(resume))
-    else:
-        try:
-            path = checkpoints.find(Path(resume))
-        except CheckpointError as error:
-            raise CheckpointError(f"checkpoint.resume={resume}: {error}") from None
+        return [checkpoints.step_path(folder, int(resume))]
     try:
-        checkpoints.check_manifest(path)
+        return checkpoints.find_all(Path(resume))
     except CheckpointError as error:
-        raise CheckpointError(f"{error}; checkpoint.resume=STEP goes on from another: {_listed(steps)}") from None
-    return path
+        raise CheckpointError(f"checkpoint.resume={resume}: {error}") from None
+
+
+def newest_whole(points: list[Path], group: ProcessGroup | None) -> tuple[Path | None, list[str]]:
+    """The first of the checkpoints that is whole, read and summed, and a line for each one that was skipped.
+
+    Every rank calls it together, and all get the same.
+
+    Raises:
+        CheckpointError: where there are checkpoints and none is whole: a run that has got on does not begin again
+        unasked.
+    """
+    from megafour.checkpoint import store  # no run without a checkpoint should wait for torch's import of them
+
+    skipped: list[str] = []
+    for point in points:
+        try:
+            store.verify(point, group)
+            return point, skipped
+        except CheckpointError as error:
+            skipped.append(f"skipped the newest checkpoint: {error}" if not skipped else f"skipped: {error}")
+            if len(points) == 1:
+                raise CheckpointError(f"{error}; checkpoint.resume=STEP goes on from another") from None
+    if skipped:
+        raise CheckpointError(f"none of {len(points)} checkpoints is whole: {'; '.join(skipped)}; move them away, or "
+                              f"give another run.dir, to begin at step 0")
+    return None, []
 
 
 def _listed(steps: list[int]) -> str:

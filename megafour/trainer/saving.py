@@ -1,15 +1,88 @@
-"""What a checkpoint of a run holds: logical tensors of weights and moments, and a small state beside them."""
+"""What a checkpoint of a run holds, and how the run saves it: at once, or while training goes on."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed import ProcessGroup
 
+from megafour.checkpoint import store
+from megafour.checkpoint.agreement import rank_in
+from megafour.checkpoint.background import BackgroundSaver
+from megafour.checkpoint.errors import CheckpointError
+from megafour.checkpoint.folder import size_of
 from megafour.checkpoint.tensors import LogicalTensor, flat_parts
+from megafour.config.schema import CheckpointConfig
 from megafour.parallel.data.buckets import Bucket
+from megafour.trainer.logs import RankLog
 from megafour.trainer.step import TrainState
+
+
+class Saver:
+    """Saves a run's checkpoints and prunes old ones; every rank calls each method together."""
+
+    def __init__(self, config: CheckpointConfig, folder: Path, group: ProcessGroup | None, log: RankLog) -> None:
+        self.config, self.folder, self.group, self.log = config, Path(folder), group, log
+        self._background = BackgroundSaver(group) if config.asynchronous else None
+        self._blocked = 0.0
+
+    def save(self, step: int, held: list[LogicalTensor], state: dict[str, Any], files: dict[str, Path | str]) -> None:
+        """Save a step; when asynchronous, begin to, once the save before has ended.
+
+        Raises:
+            CheckpointError: on all ranks alike; when asynchronous, of the save before.
+        """
+        began = time.monotonic()
+        if self._background is None:
+            path = store.save(self.folder, step, held, state, files, self.group)
+            self._prune(path)
+            self._say(step, time.monotonic() - began)
+            return
+        self.wait()
+        self._background.start(self.folder, step, held, state, files, self._prune)
+        self._blocked = time.monotonic() - began
+
+    @property
+    def failed(self) -> bool:
+        """Whether this rank knows of a save in the background that has failed."""
+        return self._background is not None and self._background.failed
+
+    def look(self) -> None:
+        """Say that a save in the background has ended, if one has; never waits and raises nothing."""
+        if self._background is not None and self._background.done and not self._background.failed:
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait for a save in the background.
+
+        Raises:
+            CheckpointError: on all ranks alike, when it failed.
+        """
+        step = self._background.wait() if self._background is not None else None
+        if step is not None and self._background is not None:
+            self._say(step, self._background.seconds, self._blocked)
+
+    def fail(self) -> None:
+        """Some rank's save in the background has failed: raise its error on every rank."""
+        self.wait()
+        raise CheckpointError("a save in the background failed on another rank")
+
+    def _prune(self, path: Path) -> None:
+        if rank_in(self.group) == 0:
+            store.prune(self.folder, self.config.keep, self.config.keep_every)
+
+    def _say(self, step: int, seconds: float, blocked: float | None = None) -> None:
+        """One line a save: its time, its size and rate."""
+        if not self.log.console:
+            return
+        size = size_of(store.step_path(self.folder, step))
+        behind = "" if blocked is None else f" in the background, training stood still for {blocked:.2f} s"
+        self.log.say(f"saved step {step} in {seconds:.2f} s ({size / 1e6:,.1f} MB, {size / 1e6 / seconds:,.1f} MB/s)"
+                     f"{behind}")
 
 
 def logical_tensors(state: TrainState, *, optimizer: bool = True) -> list[LogicalTensor]:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -107,7 +108,15 @@ def forward_backward(state: TrainState, batches: list[MicroBatch], step: int, va
     return total / state.scaler.scale
 
 
-def wire(state: TrainState, batches: list[MicroBatch]) -> Activation:
+class Evaluated(Protocol):
+    """What an evaluation needs of a `TrainState`: a model that is loaded for inference has no more."""
+
+    mesh: Mesh
+    stage: Stage
+    pipeline: Pipeline
+
+
+def wire(state: Evaluated, batches: list[MicroBatch]) -> Activation:
     """What travels between stages."""
     shape = state.stage.activation_shape(batches[0].tokens.shape[0])
     return Activation(shape, state.stage.build.dtype, state.mesh.device)
@@ -147,7 +156,7 @@ def set_phase(mesh: Mesh, phase: str) -> None:
         mesh.ledger.phase = phase
 
 
-def evaluate_batch(state: TrainState, batches: list[MicroBatch]) -> tuple[float, int]:
+def evaluate_batch(state: Evaluated, batches: list[MicroBatch]) -> tuple[float, int]:
     """(sum of token losses, number of trained tokens) of one global batch, forward only through the pipeline."""
     stage, device = state.stage, state.mesh.device
     valid = count_valid_tokens(batches, state.mesh)

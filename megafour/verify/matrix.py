@@ -14,7 +14,7 @@ DEFAULT_MESHES = (
     "dp2-pp2", "dp2-tp2-cp2", "dp2-pp2-tp2", "pp2-tp2-cp2", "dp2-pp2-tp2-cp2")
 """Each axis, each pair of axes, and the whole grid."""
 
-OPTION_MESHES = (*DEFAULT_MESHES, "dp2-cp4", "tp2-cp4", "pp2-cp4")
+OPTION_MESHES = (*DEFAULT_MESHES, "tp2-cp4", "dp2-pp2-cp4")
 """What `--options all` walks: two rings in one another, or heads and a ring, need four ranks."""
 
 
@@ -92,7 +92,7 @@ def values(mesh: Degrees, option: str) -> tuple[str, ...]:
     every = OPTIONS[option]
     axes = sum(n > 1 for n in (mesh.dp, mesh.pp, mesh.tp, mesh.cp))
     if option == "kv_heads":
-        return every if mesh.tp > 2 else every[:3]    # at tp 2 fewer than tp is one
+        return every if mesh.tp > 2 else (*every[:2], "fewer" if mesh.tp == 2 else "one")    # at tp 2 fewer is one
     if option == "method":
         return () if mesh.cp == 1 else every if mesh.cp >= 4 else every[:3]    # two rings, or heads and a ring
     if option == "valid":

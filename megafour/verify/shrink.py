@@ -246,7 +246,8 @@ def option_case(config: Config, row: Row, steps: int, precision: str = "fp64", d
         "parallel.pipeline": pipeline,
         "train.micro_batch_size": int(row["micro_batch_size"]), "train.recompute": row["recompute"],
         "train.grad_clip": 0.1 if row["clip"] == "tight" else 0.0, "optimizer.name": row["optimizer"]})
-    toy = shrink(asked, [mesh], steps, precision, device).replace({"model.num_layers": layers})
+    toy = shrink(asked, [mesh], steps, precision, device).replace({
+        "model.num_layers": layers, "model.num_attention_heads": heads, "model.num_key_value_heads": kv})
     if row.get("layers") == "explicit":    # the surplus layer where the automatic cut would not put it
         asked = asked.replace({"parallel.pipeline.partition": [*[1] * (stages - 1), layers - stages + 1]})
     options = tuple((name, value) for name, value in row.items() if name != "mesh")
@@ -266,7 +267,7 @@ def _heads(kind: str, tp: int, ulysses: int = 1) -> tuple[int, int]:
         return math.lcm(4, tp * ulysses), math.lcm(4, tp * ulysses)
     if kind == "grouped":
         return math.lcm(2 * max(tp, 2), tp * ulysses), max(tp, 2)
-    if kind == "one" or tp == 1:
+    if kind == "one":
         return math.lcm(2, tp * ulysses), 1
     repeated = max(kv for kv in range(1, tp) if tp % kv == 0)
     return math.lcm(2 * tp, tp * ulysses), repeated

@@ -1,0 +1,164 @@
+"""Safetensors files: a folder of them read lazily by tensor and slice, and one written tensor by tensor."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from megafour.checkpoint.errors import CheckpointError, listed
+
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+"""Types of weights, by the format's names. Others are quantized, or no weights."""
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+INDEX = "model.safetensors.index.json"
+ONE_FILE = "model.safetensors"
+_BLOCK = 64 << 20
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What a file's header says of one tensor."""
+
+    file: str
+    shape: tuple[int, ...]
+    dtype: str
+    """As the format names it, `BF16`."""
+
+
+class SafetensorsFolder:
+    """The tensors of a model's folder, in one file or sharded; data is read, through memory maps, when asked for.
+
+    A context manager: files stay open within it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = Path(folder)
+        self._stack = ExitStack()
+        self._open: dict[str, Any] = {}
+        self.tensors: dict[str, Stored] = {}
+
+    def __enter__(self) -> SafetensorsFolder:
+        """Read every file's header.
+
+        Raises:
+            CheckpointError: for a folder without safetensors, with a damaged file, or whose index does not fit.
+        """
+        wanted = weight_map(self.folder)
+        for file in dict.fromkeys(wanted.values()) if wanted else [only_file(self.folder)]:
+            try:
+                handle = self._stack.enter_context(safe_open(self.folder / file, framework="pt"))
+            except (SafetensorError, OSError) as error:
+                raise CheckpointError(f"{self.folder / file} cannot be read as safetensors: {error}") from None
+            self._open[file] = handle
+            for name in handle.keys():    # noqa: SIM118  the handle is no mapping
+                if not wanted or wanted.get(name) == file:
+                    cut = handle.get_slice(name)
+                    self.tensors[name] = Stored(file, tuple(cut.get_shape()), cut.get_dtype())
+        missing = sorted(wanted.keys() - self.tensors.keys())
+        if missing:
+            raise CheckpointError(f"{self.folder / INDEX} names tensors that its files lack: {listed(missing)}")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close the files."""
+        self._stack.close()
+
+    def read(self, name: str, index: tuple[slice, ...] | None = None) -> Tensor:
+        """A tensor, as a view of the file's memory map, or a rectangle of it; in its stored type."""
+        stored = self.tensors[name]
+        handle = self._open[stored.file]
+        return handle.get_tensor(name) if index is None or not stored.shape else handle.get_slice(name)[index]
+
+
+def weight_map(folder: Path) -> dict[str, str]:
+    """tensor -> file by the index of a sharded model; empty where there is none."""
+    path = folder / INDEX
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        pairs = {str(name): str(file) for name, file in found.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} cannot be read as an index: {error!r}") from None
+    odd = sorted(file for file in set(pairs.values()) if Path(file).name != file or not file.endswith(".safetensors"))
+    if odd:
+        raise CheckpointError(f"{path} names {listed(odd)}: only safetensors files of the same folder are read")
+    lost = sorted(file for file in set(pairs.values()) if not (folder / file).is_file())
+    if lost:
+        raise CheckpointError(f"{folder} is not whole: {listed(lost)} of {INDEX} missing")
+    return pairs
+
+
+def only_file(folder: Path) -> str:
+    """The one safetensors file of a folder without an index.
+
+    Raises:
+        CheckpointError: for none or several; a folder of pickles is refused, since loading one can run code.
+    """
+    found = sorted(path.name for path in folder.glob("*.safetensors"))
+    if ONE_FILE in found:
+        return ONE_FILE
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise CheckpointError(f"{folder} holds {listed(found)} and no {INDEX} that says what lies where")
+    pickles = sorted(path.name for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".pth", ".ckpt"))
+    if pickles:
+        raise CheckpointError(
+            f"{folder} holds its weights as {listed(pickles)}: pickles, which can run any code when they are loaded, "
+            f"and are not read. Save it as safetensors where it came from: "
+            f"model.save_pretrained(FOLDER, safe_serialization=True)")
+    raise CheckpointError(f"{folder} holds no safetensors file")
+
+
+@dataclass(frozen=True)
+class Outgoing:
+    """A tensor to be written; `make` gives its data when its turn comes."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    make: Callable[[], Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes in the file."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def write_safetensors(path: Path, tensors: list[Outgoing]) -> None:
+    """Write a file that holds no more than one tensor in memory; synced when it returns.
+
+    Header first, so all shapes are known before any data. Order and padding are the library's own, so that a file
+    which it wrote comes back byte for byte.
+    """
+    ordered = sorted(tensors, key=lambda t: (-t.dtype.itemsize, t.name))
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for tensor in ordered:
+        header[tensor.name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape),
+                               "data_offsets": [at, at + tensor.nbytes]}
+        at += tensor.nbytes
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for tensor in ordered:
+            data = tensor.make()
+            if tuple(data.shape) != tensor.shape or data.dtype != tensor.dtype:
+                raise ValueError(f"{tensor.name} is {tuple(data.shape)} {data.dtype}, announced as {tensor}")
+            flat = data.contiguous().reshape(-1).view(torch.uint8).numpy()
+            for start in range(0, len(flat), _BLOCK):
+                file.write(flat[start : start + _BLOCK].data)
+        file.flush()
+        os.fsync(file.fileno())

@@ -1,0 +1,99 @@
+"""`megafour evaluate`: how well a model predicts a text or a dataset."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from megafour.config.schema import Config
+
+
+def add_parser(subparsers: Any) -> None:
+    """Declare the verb's arguments."""
+    parser = subparsers.add_parser(
+        "evaluate", help="nats per token of a text or a dataset",
+        description="Mean negative log-likelihood (nats per token), perplexity and tokens counted, on one process or, "
+                    "under `torchrun -m megafour`, on any mesh. Windows of at most data.seq_length tokens (the run's; "
+                    "for a Hugging Face folder the model's longest) predict every token but the first once.")
+    model = parser.add_mutually_exclusive_group(required=True)
+    model.add_argument("--checkpoint", type=Path, help="a run folder, one checkpoint, or a Hugging Face folder")
+    model.add_argument("--hf", type=Path, metavar="DIR", help="a Hugging Face folder")
+    text = parser.add_mutually_exclusive_group(required=True)
+    text.add_argument("--text", type=Path, metavar="FILE", help="UTF-8 text, taken whole, no begin or end mark added")
+    text.add_argument("--data", metavar="PREFIX", help="a tokenized dataset, PREFIX.bin and PREFIX.idx")
+    parser.add_argument("--json", action="store_true", help="print one JSON object: loss, perplexity, tokens")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value",
+                        help="the mesh (parallel.tp=2), train.precision (fp32 unless told), data.seq_length, ...")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Evaluate, and print on the first rank."""
+    from megafour.checkpoint.errors import CheckpointError
+    from megafour.checkpoint.huggingface import is_huggingface
+    from megafour.inference.load import find_model, model_settings
+
+    if args.hf is not None and not is_huggingface(args.hf):
+        raise CheckpointError(f"--hf {args.hf} is no Hugging Face folder: it has no config.json")
+    folder = find_model(args.checkpoint or args.hf)
+    config = model_settings(folder, args.overrides)
+    stream, begins, where = _stream(args, folder, config)
+    sized = any(word.startswith("train.micro_batch_size=") for word in args.overrides)
+    return _evaluate(folder, config, (stream, where, begins), sized, args.json)
+
+
+def _stream(args: argparse.Namespace, folder: Path, config: Config) -> tuple[np.ndarray, np.ndarray | None, str]:
+    """Token ids, where documents begin in them (None: one document), and what to call them."""
+    import numpy as np
+
+    from megafour.data.description import check_tokenizer
+    from megafour.data.errors import DataError
+    from megafour.data.indexed import IndexedDataset
+    from megafour.inference.load import open_tokenizer
+
+    tokenizer = open_tokenizer(folder, config)
+    if args.data is not None:
+        dataset = IndexedDataset(args.data)
+        if tokenizer is not None:
+            check_tokenizer(dataset.prefix, tokenizer.info)
+        ends = np.concatenate([[0], np.cumsum(dataset.lengths, dtype=np.int64)])
+        return dataset.tokens, ends[dataset.documents[:-1]], f"--data {args.data}"
+    if tokenizer is None:
+        raise DataError(f"{folder} has no tokenizer for --text {args.text}; give tokens with --data PREFIX")
+    try:
+        text = args.text.read_bytes().decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"--text {args.text} cannot be read as UTF-8 text: {error}") from None
+    return np.asarray(tokenizer.encode(text), dtype=np.int64), None, f"--text {args.text}"
+
+
+def _evaluate(folder: Path, config: Config, what: tuple[np.ndarray, str, np.ndarray | None], sized: bool,
+              as_json: bool) -> int:
+    """Join the world, load this rank's part, evaluate `what` (the stream, its name, where documents begin)."""
+    from megafour.data.errors import DataError
+    from megafour.inference.evaluate import evaluate, settings_for
+    from megafour.inference.load import load_stage
+    from megafour.mesh import Launch, start_distributed, stop_distributed
+    from megafour.trainer.setup import build_mesh
+
+    stream, where, _ = what
+    if len(stream) < 2:
+        raise DataError(f"{where} has {len(stream)} tokens: the first is never predicted, so it takes two or more")
+    launch = Launch.from_environment()
+    config = settings_for(config, launch.world, len(stream), config.train.micro_batch_size if sized else None)
+    device = launch.device(config.run.device)
+    start_distributed(launch, device)
+    result = evaluate(load_stage(folder, config, build_mesh(config, device)), *what)
+    if launch.rank == 0:
+        numbers = {"loss": result.loss, "perplexity": result.perplexity, "tokens": result.tokens}
+        if as_json:
+            print(json.dumps({k: v if math.isfinite(v) else None for k, v in numbers.items()}))
+        else:
+            print(f"{result.loss:.6f} nats per token, perplexity {result.perplexity:.6g}, {result.tokens:,} tokens")
+    stop_distributed()
+    return 0

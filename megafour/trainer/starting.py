@@ -1,0 +1,106 @@
+"""Where a new run's weights come from: `checkpoint.init_from`, a checkpoint of any mesh or a Hugging Face folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megafour.checkpoint import folder as checkpoints
+from megafour.checkpoint.errors import CheckpointError
+from megafour.config.errors import ConfigError
+from megafour.config.huggingface import huggingface_family, read_huggingface
+from megafour.config.load import config_from, load_config
+from megafour.config.schema import Config, ModelConfig
+from megafour.trainer.step import TrainState
+
+MEANING = ("num_layers", "hidden_size", "num_attention_heads", "kv_heads", "head_size", "ffn_size", "vocab_size",
+           "norm", "norm_eps", "activation", "position", "qk_norm", "qkv_bias", "linear_bias", "tie_embeddings")
+"""What weights mean: another value would train other weights, or the same ones wrongly."""
+CONTEXT = ("rope_theta", "rope_scaling", "max_position_embeddings", "attention_window")
+"""What an extension to longer sequences changes on purpose: said, not refused."""
+
+
+def check_start(config: Config) -> None:
+    """Refuse a starting point that this run cannot take, before any process group exists.
+
+    A run whose own folder holds a whole checkpoint goes on from that one and needs no starting point any more.
+
+    Args:
+        config: resolved, with a number for model.vocab_size.
+    Raises:
+        ConfigError: naming the key, both values and the fix.
+    """
+    wanted = config.checkpoint.init_from
+    if wanted is None or checkpoints.list_steps(Path(config.checkpoint_dir)):
+        return
+    try:
+        source = find_source(Path(wanted))
+    except CheckpointError as error:
+        raise ConfigError(f"checkpoint.init_from={wanted}: {error}") from None
+    foreign = not (source / checkpoints.MANIFEST).is_file()
+    if foreign and config.checkpoint.init_optimizer:
+        raise ConfigError(f"checkpoint.init_optimizer=true: {source} is a Hugging Face folder, which holds no "
+                          "optimizer; set it to false")
+    theirs = _model_of(source)
+    wrong = differences(theirs, config.model, MEANING)
+    if config.model.position == "learned":
+        wrong += differences(theirs, config.model, ("max_position_embeddings",))
+    if wrong:
+        fix = f"set model.preset={wanted} and no other key of model" if foreign else "set them as they are there"
+        raise ConfigError(f"checkpoint.init_from={wanted} holds another model: {'; '.join(wrong)}; {fix}")
+
+
+def find_source(path: Path) -> Path:
+    """A Hugging Face folder itself, or the checkpoint that a path means."""
+    if (path / "config.json").is_file() and not (path / checkpoints.MANIFEST).is_file():
+        return path
+    return checkpoints.find(path)
+
+
+def differences(theirs: ModelConfig, ours: ModelConfig, keys: tuple[str, ...]) -> list[str]:
+    """`model.norm_eps is 1e-06 there, 1e-05 here`, for each key that differs."""
+    names = {"kv_heads": "num_key_value_heads", "head_size": "head_dim", "ffn_size": "ffn_hidden_size"}
+    return [f"model.{names.get(key, key)} is {_shown(getattr(theirs, key))} there, {_shown(getattr(ours, key))} here"
+            for key in keys if getattr(theirs, key) != getattr(ours, key)]
+
+
+def _shown(value: object) -> str:
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _model_of(source: Path) -> ModelConfig:
+    if (source / checkpoints.MANIFEST).is_file():
+        return load_config(str(source / "config.yaml")).model
+    return config_from({"model": read_huggingface(source)}).model
+
+
+def start_from(state: TrainState, config: Config) -> list[str]:
+    """Take weights (and moments) from `checkpoint.init_from` at step 0. Every rank calls it together.
+
+    Returns:
+        lines that say what was taken, and which keys of the model the run changes.
+    Raises:
+        CheckpointError: on all ranks alike, for a source that is damaged or does not fit.
+    """
+    from megafour.trainer.saving import logical_tensors  # imports torch.distributed.checkpoint
+
+    source, optimizer = find_source(Path(str(config.checkpoint.init_from))), config.checkpoint.init_optimizer
+    held, group = logical_tensors(state, optimizer=optimizer), state.mesh.group("world").pg
+    if (source / checkpoints.MANIFEST).is_file():
+        from megafour.checkpoint import store
+
+        only = ("",) if optimizer else ("weights/",)
+        saved = store.load(source, held, group, only=only, cast=True)
+        if optimizer:
+            state.optimizer.set_updates(int(saved["optimizer_updates"]))
+    else:
+        from megafour.checkpoint import huggingface
+        from megafour.model.shapes import logical_shapes
+
+        shapes = logical_shapes(config, int(config.model.vocab_size))
+        huggingface.load(source, huggingface_family(source), shapes, held, group)
+    state.optimizer.publish()
+    changed = differences(_model_of(source), config.model, CONTEXT)
+    return [f"weights{' and moments' if optimizer else ''} taken from {source}, at step 0",
+            *(f"note: {text}" for text in changed)]

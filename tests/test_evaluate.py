@@ -1,0 +1,169 @@
+"""Evaluation: equal to transformers' loss on every mesh, padding uncounted, texts and datasets, one line of errors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megafour.cli import main as cli
+from megafour.config.errors import ConfigError
+from megafour.data.errors import DataError
+from megafour.data.indexed import IndexedWriter
+from megafour.inference.convert import from_huggingface
+from megafour.inference.evaluate import Evaluation, evaluate, settings_for
+from megafour.inference.load import find_model, load_stage, model_settings
+from megafour.mesh import Mesh
+from megafour.trainer.setup import build_mesh
+from tests.huggingface import VOCAB, doubled, save_model
+
+transformers = pytest.importorskip("transformers")
+
+MESHES = {"dp3": 3, "tp2": 2, "pp3": 3, "cp2": 2, "tp2-cp2": 4, "dp2-pp2-tp2": 8}
+LENGTH = 62    # 61 predictions in windows of 16: neither windows, micro-batches nor shards come out even
+
+
+def stream(length: int = LENGTH) -> np.ndarray:
+    return np.random.default_rng(5).integers(0, VOCAB, length)
+
+
+def reference(model, ids: np.ndarray, window: int) -> float:
+    """transformers' mean loss over windows that overlap by one token."""
+    total = 0.0
+    for start in range(0, len(ids) - 1, window):
+        piece = torch.as_tensor(ids[start : start + window + 1])
+        with torch.no_grad():
+            total += float(F.cross_entropy(model(piece[None, :-1]).logits[0], piece[1:], reduction="sum"))
+    return total / (len(ids) - 1)
+
+
+def evaluate_on(rank: int, world: int, path: str, overrides: list[str], ids: np.ndarray) -> Evaluation:
+    folder = find_model(Path(path))
+    config = settings_for(model_settings(folder, overrides, "fp64"), world, len(ids), 2)
+    return evaluate(load_stage(folder, config, build_mesh(config, torch.device("cpu"))), ids, "ids")
+
+
+@pytest.mark.parametrize("kind", ["smollm", "gpt2"])
+def test_every_mesh_gives_the_loss_of_transformers(pool, tmp_path, kind):
+    want = reference(doubled(save_model(kind, tmp_path / "hf")), stream(), 16)
+    from_huggingface(tmp_path / "hf", tmp_path / "ours")
+    for source, meshes in (("hf", {"dp1": 1, **MESHES}), ("ours", {"tp2-cp2": 4, "pp3": 3})):
+        for mesh, world in meshes.items():
+            overrides = [f"parallel.{axis[:2]}={axis[2:]}" for axis in mesh.split("-") if not axis.startswith("dp")]
+            found = pool.run(evaluate_on, world, str(tmp_path / source), [*overrides, "data.seq_length=16"], stream())
+            assert all(one == found[0] for one in found) and found[0].tokens == LENGTH - 1
+            assert abs(found[0].loss - want) <= 1e-9 * want, (source, mesh)
+
+
+BEGINS = np.array([0, 5, 5, 21, 40])    # one is empty
+
+
+def evaluate_masked(rank: int, world: int, path: str, overrides: list[str], ids: np.ndarray) -> Evaluation:
+    config = settings_for(model_settings(Path(path), ["data.document_mask=true", *overrides], "fp64"), world, len(ids))
+    return evaluate(load_stage(Path(path), config, build_mesh(config, torch.device("cpu"))), ids, "ids", BEGINS)
+
+
+def test_under_a_document_mask_each_document_stands_alone(pool, tmp_path):
+    model = doubled(save_model("llama", tmp_path / "hf"))
+    pieces = [piece for piece in np.split(stream(), BEGINS[1:]) if len(piece) > 1]
+    counts = [len(piece) - 1 for piece in pieces]
+    want = sum(reference(model, p, 64) * n for p, n in zip(pieces, counts, strict=True)) / sum(counts)
+    for world, overrides in ((1, []), (2, ["parallel.cp=2"]), (4, ["parallel.tp=2", "parallel.pp=2"])):
+        for found in pool.run(evaluate_masked, world, str(tmp_path / "hf"), overrides, stream()):
+            assert found.tokens == sum(counts) and abs(found.loss - want) <= 1e-9 * want
+
+
+@pytest.mark.parametrize(("length", "overrides", "world", "window"), [
+    (46, ["parallel.tp=3"], 3, 45), (47, ["parallel.tp=3"], 3, 48), (46, ["parallel.cp=2"], 2, 48),
+    (46, ["parallel.tp=2", "parallel.cp=2"], 4, 48), (1000, ["data.seq_length=64", "parallel.tp=3"], 3, 63),
+    (1000, ["data.seq_length=50"], 1, 50), (2, ["parallel.cp=2"], 2, 4),
+])
+def test_windows_fit_the_mesh_and_never_exceed_the_longest(tmp_path, length, overrides, world, window):
+    """A text that is shorter is padded; a longer one is cut at the largest window that the mesh divides."""
+    save_model("gpt2", tmp_path / "hf", torch.float32)
+    config = model_settings(tmp_path / "hf", ["model.num_attention_heads=6", "model.head_dim=4",
+                                              "model.ffn_hidden_size=96", *overrides])
+    resolved = settings_for(config, world, length)
+    assert resolved.data.seq_length == window
+    assert resolved.train.global_batch_size % (int(resolved.parallel.dp) * resolved.train.micro_batch_size) == 0
+
+
+def test_a_window_that_the_mesh_cannot_hold_is_refused(tmp_path):
+    save_model("gpt2", tmp_path / "hf", torch.float32)
+    with pytest.raises(ConfigError, match=r"data.seq_length 3 is less than lcm\(.*\) = 4"):
+        settings_for(model_settings(tmp_path / "hf", ["data.seq_length=3", "parallel.cp=2"]), 2, 100)
+
+
+def test_ids_outside_the_vocabulary_and_empty_streams_are_refused(tmp_path):
+    save_model("llama", tmp_path / "hf", torch.float32)
+    config = settings_for(model_settings(tmp_path / "hf"), 1, 5)
+    model = load_stage(tmp_path / "hf", config, Mesh.single())
+    with pytest.raises(DataError, match="token id 67, outside the vocabulary of 67"):
+        evaluate(model, np.array([1, 2, VOCAB]), "x")
+    with pytest.raises(DataError, match="x has 1 tokens"):
+        evaluate(model, np.array([1]), "x")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A model with a byte-level tokenizer of its size."""
+    import tokenizers
+
+    tokenizer = tokenizers.ByteLevelBPETokenizer()
+    tokenizer.train_from_iterator(["the quick brown fox " * 20], vocab_size=VOCAB + 211, special_tokens=["</s>"])
+    config = transformers.LlamaConfig(vocab_size=tokenizer.get_vocab_size(), hidden_size=16, intermediate_size=24,
+                                      num_hidden_layers=1, num_attention_heads=2, max_position_embeddings=32)
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "hf")
+    tokenizer.save(str(tmp_path / "hf" / "tokenizer.json"))
+    (tmp_path / "fox.txt").write_text("the quick brown fox jumps\r\nüber the lazy dog\n")
+    return tmp_path
+
+
+def test_the_verb_on_text_and_data(folder, capsys, monkeypatch):
+    """The text as it is (line ends too), the same tokens as a dataset, from both kinds of --checkpoint."""
+    monkeypatch.chdir(folder)
+    ids = transformers.PreTrainedTokenizerFast(tokenizer_file="hf/tokenizer.json").encode(
+        (folder / "fox.txt").read_bytes().decode(), add_special_tokens=False)
+    with IndexedWriter("data", 300) as writer:
+        writer.add(ids)
+    model = transformers.AutoModelForCausalLM.from_pretrained("hf", dtype=torch.float64)
+    want = reference(doubled(model), np.array(ids), 32)
+    assert cli.main(["convert", "from-hf", "hf", "ours"]) == 0
+    capsys.readouterr()
+    for source in (["--hf", "hf"], ["--checkpoint", "ours"], ["--checkpoint", "ours/step-00000000"]):
+        for what in (["--text", "fox.txt"], ["--data", "data"]):
+            assert cli.main(["evaluate", *source, *what, "--json", "train.precision=fp64"]) == 0
+            found = json.loads(capsys.readouterr().out)
+            assert list(found) == ["loss", "perplexity", "tokens"] and found["tokens"] == len(ids) - 1
+            assert abs(found["loss"] - want) <= 1e-9 * want
+            assert abs(found["perplexity"] - np.exp(want)) <= 1e-8 * np.exp(want)
+    assert cli.main(["evaluate", "--hf", "hf", "--text", "fox.txt"]) == 0
+    words = capsys.readouterr().out.split()
+    assert abs(float(words[0]) - want) <= 1e-5 * want and words[-2:] == [str(len(ids) - 1), "tokens"]
+    assert cli.main(["generate", "--checkpoint", "hf", "--prompt", "the quick", "--max-tokens", "3"]) == 0
+    assert capsys.readouterr().out.startswith("the quick")
+
+
+@pytest.mark.parametrize(("argv", "code", "words"), [
+    (["--hf", "nowhere", "--text", "fox.txt"], 1, "nowhere is no Hugging Face folder"),
+    (["--checkpoint", "nowhere", "--text", "fox.txt"], 1, "neither a whole checkpoint"),
+    (["--hf", "hf", "--text", "nowhere.txt"], 1, "nowhere.txt cannot be read"),
+    (["--hf", "hf", "--text", "empty.txt"], 1, "has 0 tokens"),
+    (["--hf", "hf", "--data", "nowhere"], 1, "nowhere.idx does not exist"),
+    (["--hf", "hf", "--text", "fox.txt", "parallel.tp=2"], 2, "world = dp · pp · tp · cp"),
+    (["--hf", "hf", "--text", "fox.txt", "paralel.tp=2"], 2, "not a key"),
+    (["--hf", "bare", "--text", "fox.txt"], 1, "no tokenizer"),
+])
+def test_what_cannot_be_evaluated_is_one_line(folder, capsys, monkeypatch, argv, code, words):
+    monkeypatch.chdir(folder)
+    save_model("llama", folder / "bare", torch.float32)
+    (folder / "empty.txt").write_text("")
+    capsys.readouterr()
+    assert cli.main(["evaluate", *argv]) == code
+    out, err = capsys.readouterr()
+    assert words in err and err.count("\n") == 1 and not out
