@@ -1,5 +1,8 @@
 """Every pipeline schedule is the same model as one process, alone and with other axes and options."""
 
+from contextlib import contextmanager
+from unittest import mock
+
 import pytest
 
 from megafour.config.load import config_from
@@ -42,3 +45,25 @@ def test_the_walk_is_what_it_says():
         for option, value in (("tied", "true"), ("layers", "uneven"), ("recompute", "full"), ("dropout", "on"),
                               ("zero_stage", "1"), ("sequence_parallel", "true"), ("mesh", "pp2-cp2")):
             assert any(row.get(option) == value for row in mixed), option
+
+
+@contextmanager
+def a_weight_gradient_forgotten():
+    """A split backward forgets the first of the weight gradients that waited."""
+    from megafour.parallel.pipeline import executor
+
+    real = executor._Run._backward_weight
+
+    def forgetful(self, action):
+        self._weights[action.microbatch, action.chunk][:1] = [lambda: None]
+        real(self, action)
+
+    with mock.patch.object(executor._Run, "_backward_weight", forgetful):
+        yield
+
+
+@pytest.mark.parametrize("schedule", ["zb_h1", "zb_v"])
+def test_a_forgotten_weight_gradient_is_found(pool, schedule):
+    row = next(row for row in schedule_rows(whole=False) if row["schedule"] == schedule)
+    outcome = check(pool, option_case(config_from({}), row, 2), 2, plant=a_weight_gradient_forgotten)
+    assert outcome.error is None and not outcome.passed and outcome.gradient > 0.1

@@ -22,12 +22,16 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("schedule", help="a pipeline schedule checked and drawn", description=DESCRIPTION)
     add = parser.add_argument
     add("--name", required=True, metavar="NAME", help="gpipe, 1f1b, interleaved_1f1b, zb_h1, zb_h2, zb_v, v_half, "
-        "v_min, dualpipe_v, or a table of your own: PATH.csv, PATH.json, PATH.py:function")
+        "v_min, dualpipe_v, or a table of your own: PATH.csv, PATH.json, PATH.py:function; zb_auto searches for the "
+        "zero-bubble table with the smallest bubble at --times within --memory")
     add("--stages", type=_positive, default=4, metavar="P", help="pipeline ranks (default: 4)")
     add("--micro-batches", type=_positive, default=8, metavar="M", help="micro-batches of a step (default: 8)")
     add("--virtual-stages", type=_positive, metavar="V", help="stages a rank (default: the schedule's own)")
     add("--times", type=_times, metavar="F,B,W,COMM", help="durations of one micro-batch's forward, input gradient and "
         "weight gradient on a rank, and of one transfer (default: 1,1,1,0)")
+    add("--memory", type=float, metavar="N", help="for zb_auto: micro-batches whose activations a rank may hold "
+        "(default: P, as 1F1B)")
+    add("--save", type=Path, metavar="FILE.json", help="write the table, for parallel.pipeline.schedule=FILE.json")
     add("--out", type=_picture, metavar="FILE", help="a picture: .svg or .png (needs matplotlib)")
 
 
@@ -46,6 +50,11 @@ def run(args: argparse.Namespace) -> int:
         return 1
     timeline = predicted(args.name, table, report)
     print(as_text(timeline))
+    if args.save is not None:
+        from megafour.parallel.pipeline.own import as_json
+
+        args.save.write_text(as_json(table), "utf-8")
+        print(f"wrote {args.save}")
     if args.out is not None:
         try:
             draw([timeline], args.out)
@@ -57,9 +66,14 @@ def run(args: argparse.Namespace) -> int:
 
 def _table(args: argparse.Namespace) -> Table:
     from megafour.parallel.pipeline.actions import ScheduleError
+    from megafour.parallel.pipeline.auto import search
     from megafour.parallel.pipeline.select import find
+    from megafour.parallel.pipeline.simulate import Times
 
     try:
+        if args.name == "zb_auto":
+            memory = args.stages if args.memory is None else args.memory
+            return search(args.stages, args.micro_batches, args.times or Times(), memory, args.virtual_stages or 1)
         return find(args.name, args.stages, args.virtual_stages).table(args.micro_batches)
     except ScheduleError as error:
         raise ConfigError(f"--name {args.name}: {error}") from None

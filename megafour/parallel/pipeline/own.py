@@ -52,6 +52,14 @@ def load(name: str, ranks: int, virtual_stages: int | None) -> Callable[[int], T
     return _cut(orders, placement, max(action.microbatch for action in actions) + 1)
 
 
+def as_json(table: Table) -> str:
+    """The file from which `load` makes this table again; looped placements and the V only."""
+    vee = table.placement.ranks > 1 and table.placement.rank_of == Placement.vee(table.placement.ranks).rank_of
+    rows = ",\n".join(json.dumps([str(step.compute) for step in steps if step.compute is not None])
+                      for steps in table.steps)
+    return f'{{"placement": "{"v" if vee else "looped"}", "orders": [\n{rows}\n]}}\n'
+
+
 def _cut(orders: list[Order], placement: Placement, given: int) -> Callable[[int], Table]:
     def make(microbatches: int) -> Table:
         if microbatches > given:
