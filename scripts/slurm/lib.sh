@@ -13,7 +13,7 @@ use_repository_python() {
 }
 
 # head_node — the first node of the job; every node computes the same one.
-head_node() { scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1; }
+head_node() { scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p; }    # head would leave before scontrol is done
 
 # ranks_per_node — one for each GPU of a node; a CPU run says RANKS_PER_NODE.
 ranks_per_node() {
