@@ -1,6 +1,6 @@
 """The entry point: load the config, train.
 
-    torchrun --standalone --nproc-per-node N train.py --config FILE [section.key=value ...]
+    torchrun --standalone --nproc-per-node N train.py --config FILE [--allow-change KEY ...] [section.key=value ...]
     python train.py --check [--world N] --config FILE [section.key=value ...]
 """
 
@@ -29,6 +29,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--check", action="store_true", help="validate and resolve the config without launching")
     parser.add_argument("--world", type=_positive, metavar="N",
                         help="number of processes that --check assumes (default: the fewest that the mesh takes)")
+    parser.add_argument("--allow-change", metavar="KEY", action="append", default=[],
+                        help="resume although KEY, which changes what the run means, differs from the checkpoint's; "
+                             "for this launch; may be given several times")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="change one key")
     args = parser.parse_intermixed_args(argv)
     if args.world is not None and not args.check:
@@ -58,7 +61,7 @@ def main(argv: list[str] | None = None) -> int:
 
     if args.check:
         return check(args.config, args.overrides, args.world)
-    return run(args.config, args.overrides)
+    return run(args.config, args.overrides, args.allow_change)
 
 
 if __name__ == "__main__":

@@ -11,8 +11,11 @@ from unittest import mock
 import pytest
 
 from megafour.checkpoint import store
+from megafour.checkpoint.errors import CheckpointError
+from megafour.trainer.run_folder import newest_whole, resume_points
 from megafour.trainer.saving import Saver
 from tests import training
+from tests.test_run_folder import fake
 from tests.training import losses, settings, write_corpus
 
 ROOT = Path(__file__).parent.parent
@@ -60,6 +63,22 @@ def test_a_truncated_newest_checkpoint_is_replaced_by_the_one_before(pool, tmp_p
         assert "skipped the newest checkpoint: " in log and "__1_0.distcp has " in log and "step 4, on mesh tp2" in log
     got, expected = losses(tmp_path), losses(tmp_path / "whole")
     assert got.keys() == expected.keys() and all(abs(got[s] - expected[s]) <= 1e-9 * expected[s] for s in got)
+
+
+def test_a_damaged_checkpoint_is_skipped_unless_it_was_asked_for_by_name(tmp_path):
+    fake(tmp_path, 5, 10, 20)
+    (tmp_path / "step-00000010" / "data").write_text("123")
+    (tmp_path / "step-00000020" / "manifest.json").write_text("{")
+    for resume in ("auto", str(tmp_path)):
+        point, notes = newest_whole(resume_points(tmp_path, resume), None)
+        assert point.name == "step-00000005"
+        assert len(notes) == 2 and "data has 3 bytes instead of 4" in notes[1] and "step-00000020" in notes[0]
+    for resume in (10, str(tmp_path / "step-00000010")):
+        with pytest.raises(CheckpointError, match="data has 3 bytes instead of 4; checkpoint.resume=STEP goes on"):
+            newest_whole(resume_points(tmp_path, resume), None)
+    (tmp_path / "step-00000005" / "data").unlink()
+    with pytest.raises(CheckpointError, match="none of 3 checkpoints is whole: .*data is missing; move them away"):
+        newest_whole(resume_points(tmp_path, "auto"), None)
 
 
 def train_with_quota(rank, world, values, allowed, at):

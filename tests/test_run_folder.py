@@ -114,22 +114,6 @@ def test_resume_rules(tmp_path):
         resume_point(tmp_path, str(tmp_path / "nowhere"))
 
 
-def test_a_damaged_checkpoint_is_skipped_unless_it_was_asked_for_by_name(tmp_path):
-    fake(tmp_path, 5, 10, 20)
-    (tmp_path / "step-00000010" / "data").write_text("123")
-    (tmp_path / "step-00000020" / "manifest.json").write_text("{")
-    for resume in ("auto", str(tmp_path)):
-        point, notes = newest_whole(resume_points(tmp_path, resume), None)
-        assert point.name == "step-00000005"
-        assert len(notes) == 2 and "data has 3 bytes instead of 4" in notes[1] and "step-00000020" in notes[0]
-    for resume in (10, str(tmp_path / "step-00000010")):
-        with pytest.raises(CheckpointError, match="data has 3 bytes instead of 4; checkpoint.resume=STEP goes on"):
-            resume_point(tmp_path, resume)
-    (tmp_path / "step-00000005" / "data").unlink()
-    with pytest.raises(CheckpointError, match="none of 3 checkpoints is whole: .*data is missing; move them away"):
-        resume_point(tmp_path, "auto")
-
-
 def test_resuming_an_older_step_sets_later_things_aside_once_it_has_begun(tmp_path):
     fake(tmp_path / "checkpoints", 2, 4, 6)
     write_metrics(tmp_path, *range(1, 8))

@@ -43,7 +43,8 @@ def settings(folder: Path, parallel: dict[str, Any], **sections: Any) -> dict[st
     return values
 
 
-def train(rank: int, world: int, values: dict[str, Any], die_after: int | None = None) -> int:
+def train(rank: int, world: int, values: dict[str, Any], die_after: int | None = None,
+          allowed: tuple[str, ...] = ()) -> int:
     """Run to the end on this rank; `die_after` raises once that many steps are done, as a kill would."""
     config = resolve(config_from(values), world)
     datasets = build_datasets(config, tokenizer_info(config))
@@ -56,7 +57,7 @@ def train(rank: int, world: int, values: dict[str, Any], die_after: int | None =
         loop.train_step = dying
     try:
         launch = Launch(rank, world, rank, world)
-        return train_on(build_mesh(config, torch.device("cpu")), config, launch, None, datasets)
+        return train_on(build_mesh(config, torch.device("cpu")), config, launch, None, datasets, allowed)
     except KeyboardInterrupt:
         return -9
     finally:

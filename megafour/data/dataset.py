@@ -51,13 +51,17 @@ class Source:
         self.num_tokens = data.token_offset(last) - self._start
         steps = self.num_tokens - 1
         self.num_samples = -(-steps // seq_length) if tail else steps // seq_length
-        self._key = address(seed, number)
         if self.num_samples < 1:
             raise DataError(self._too_small(last - first))
-        self._order = (
-            0,
-            self._permutation(0),
-        )  # of one epoch; replaced whole, so that threads that read ahead never mix two
+        self._seed = seed
+        self.renumber(number)
+
+    def renumber(self, number: int) -> None:
+        """Take the order of samples that this number stands for: a source keeps its own when a blend changes."""
+        self.number = number
+        self._key = address(self._seed, number)
+        # of one epoch; replaced whole, so that threads that read ahead never mix two
+        self._order = (0, self._permutation(0))
 
     def _too_small(self, documents: int) -> str:
         if self.num_tokens == 0:
@@ -126,15 +130,30 @@ class GlobalDataset:
             raise DataError("a dataset needs at least one source")
         self.sources, self.endless = list(sources), endless
         self.seq_length = sources[0].seq_length
+        self.weights = [float(weight) for weight in weights or [1] * len(sources)]
+        self.begin = 0
+        """Global sample with which this blend began (`data/progress.py`)."""
+        self.starts = [0] * len(sources)
+        """Samples of each source that were consumed before."""
+        self.retired: list[dict[str, Any]] = []
+        """Where sources stopped that an earlier blend had."""
         self._ends = np.cumsum([source.num_samples for source in sources])
         self.num_samples = int(self._ends[-1])
         self._blend = Blend(list(weights or [1] * len(sources))) if endless else None
         self._order = None if endless else Permutation(self.num_samples, address(seed, 0xE7A1))
 
+    @property
+    def blend(self) -> Blend:
+        """How the sources of a training set are interleaved."""
+        if self._blend is None:
+            raise ValueError("an evaluation set has no blend")
+        return self._blend
+
     def locate(self, index: int) -> tuple[int, int] | None:
         """(source, that source's own sample number) of sample `index`; None past the end of an evaluation set."""
         if self._blend is not None:
-            return self._blend.locate(index)
+            source, position = self._blend.locate(index - self.begin)
+            return source, self.starts[source] + position
         if self._order is None or index >= self.num_samples:
             return None
         place = self._order[index]
@@ -167,6 +186,8 @@ class Datasets:
     train: GlobalDataset
     valid: dict[str, GlobalDataset]
     test: GlobalDataset | None
+    tokenizer: str = ""
+    """Hash of the tokenizer that made the tokens; empty when it is not known."""
 
 
 def build_datasets(config: Any, tokenizer: TokenizerInfo) -> Datasets:
@@ -192,7 +213,7 @@ def build_datasets(config: Any, tokenizer: TokenizerInfo) -> Datasets:
             )
         valid["valid"] = reader.joined(data.train, shares, 1)
     test = reader.joined(data.train, shares, 2) if shares and shares[2] else None
-    return Datasets(train, valid, test)
+    return Datasets(train, valid, test, tokenizer.hash)
 
 
 class _Reader:

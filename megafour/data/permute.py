@@ -86,6 +86,11 @@ class Blend:
         source = int(self._source[place])
         return source, turn * self.counts[source] + int(self._rank[place])
 
+    def count(self, source: int, samples: int) -> int:
+        """How many of the first `samples` samples are the source's."""
+        turns, rest = divmod(samples, self.period)
+        return turns * self.counts[source] + int((self._source[:rest] == source).sum())
+
 
 def _counts(weights: list[float]) -> list[int]:
     """Whole numbers in the ratio of the weights, their sum at most MAX_PERIOD."""

@@ -19,6 +19,7 @@ from megafour.cost.flops import mfu, model_flops
 from megafour.data.batch import MicroBatch
 from megafour.data.dataset import Datasets
 from megafour.data.loader import BatchLoader
+from megafour.data.progress import go_on, positions
 from megafour.data.tokenizer import Tokenizer
 from megafour.optim.lr_schedule import learning_rate
 from megafour.parallel.pipeline.record import Recorder
@@ -238,9 +239,10 @@ class Run:
         files: dict[str, Path | str] = {"config.yaml": to_yaml(cfg)}
         if self.tokenizer is not None:
             files.update(self.tokenizer.files())
-        self.saver.save(progress.step, logical_tensors(self.state),
-                        small_state(self.state, progress.step, progress.consumed_samples, progress.consumed_tokens,
-                                    progress.skipped_steps), files)
+        small = small_state(self.state, progress.step, progress.consumed_samples, progress.consumed_tokens,
+                            progress.skipped_steps)
+        small.update(data=positions(self.datasets.train, progress.consumed_samples), tokenizer=self.datasets.tokenizer)
+        self.saver.save(progress.step, logical_tensors(self.state), small, files)
         self.saved_step = progress.step
 
     def restore(self, path: Path, *, verified: bool = False) -> None:
@@ -253,5 +255,8 @@ class Run:
         restore_small_state(self.state, saved)
         self.progress = Progress(saved["step"], saved["consumed_samples"], saved["consumed_tokens"],
                                  saved["skipped_steps"])
+        if "data" in saved:
+            for line in go_on(self.datasets.train, saved["data"], self.progress.consumed_samples):
+                self.log.say(line)
         own = path.resolve().parent == Path(self.config.checkpoint_dir).resolve()
         self.saved_step = self.progress.step if own else -1     # another run's checkpoint is not this run's

@@ -6,6 +6,7 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Collection
 
 import torch
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -23,6 +24,7 @@ from megafour.data.errors import DataError
 from megafour.data.tokenizer import Tokenizer, TokenizerInfo, load_tokenizer
 from megafour.mesh import Launch, Mesh, start_distributed, stop_distributed
 from megafour.parallel.pipeline.select import check_pipeline
+from megafour.trainer.changes import check_allowed
 from megafour.trainer.logs import RankLog
 from megafour.trainer.loop import Run, TrainingError
 from megafour.trainer.memory import keep_heap
@@ -70,10 +72,11 @@ def check(path: str | None, overrides: list[str], world: int | None) -> int:
     return 0
 
 
-def run(path: str | None, overrides: list[str]) -> int:
-    """Train as the config says."""
+def run(path: str | None, overrides: list[str], allowed: Collection[str] = ()) -> int:
+    """Train as the config says; `allowed`: keys whose change since the checkpoint this launch allows."""
     launch = Launch.from_environment()
     try:
+        check_allowed(allowed)
         config = resolve(load_config(path, overrides), launch.world)
         device = choose_device(config, launch)
         tokenizer, info = open_tokenizer(config)
@@ -87,7 +90,7 @@ def run(path: str | None, overrides: list[str]) -> int:
     except DataError as error:
         return refuse(error, launch, 1)
     try:
-        return train(config, launch, device, tokenizer, datasets) or 0
+        return train(config, launch, device, tokenizer, datasets, allowed) or 0
     except Exception:
         if "TORCHELASTIC_ERROR_FILE" not in os.environ:
             raise
@@ -116,17 +119,18 @@ def vocabulary(config: Config, info: TokenizerInfo) -> int:
 
 @record
 def train(config: Config, launch: Launch, device: torch.device, tokenizer: Tokenizer | None,
-          datasets: Datasets) -> int:
+          datasets: Datasets, allowed: Collection[str] = ()) -> int:
     """Join the world and train. What one line explains ends with that line; anything else with its traceback."""
     if device.type == "cpu":
         keep_heap()
     start_distributed(launch, device)
-    code = train_on(build_mesh(config, device), config, launch, tokenizer, datasets)
+    code = train_on(build_mesh(config, device), config, launch, tokenizer, datasets, allowed)
     stop_distributed()
     return code
 
 
-def train_on(mesh: Mesh, config: Config, launch: Launch, tokenizer: Tokenizer | None, datasets: Datasets) -> int:
+def train_on(mesh: Mesh, config: Config, launch: Launch, tokenizer: Tokenizer | None, datasets: Datasets,
+             allowed: Collection[str] = ()) -> int:
     """Train on a mesh that is there already; returns the exit code."""
     device = mesh.device
     try:
@@ -141,17 +145,17 @@ def train_on(mesh: Mesh, config: Config, launch: Launch, tokenizer: Tokenizer | 
         with StopRequest(folder.stop_file if mesh.rank == 0 else None) as stop:
             training = Run(config, build_state(config, mesh, int(config.model.vocab_size)), datasets, tokenizer,
                            log=log, stop_asked=stop.asked, peak_tflops=peak_tflops(config, device))
-            outcome = _start_and_train(training, folder)
+            outcome = _start_and_train(training, folder, allowed)
             reason = (stop.reason or "a signal on another rank") if outcome == "preempted" else None
             folder.status(outcome, training.progress.step, reason)
             log.say(f"{outcome} after step {training.progress.step}{f' by {reason}' if reason else ''}, saved in "
                     f"{checkpoints.step_path(folder.checkpoints, training.progress.step)}")
-    except (CheckpointError, DataError, TrainingError) as error:
+    except (CheckpointError, ConfigError, DataError, TrainingError) as error:
         first = folder.fail(training.progress.step if training else 0, str(error))
         log.note(f"error: {error}")
         if isinstance(error, DataError):    # not alike on all ranks, as the others are: who meets it first says it
             return say_refusal(error, 1) if first else 1
-        return refuse(error, launch, 1)
+        return refuse(error, launch, 2 if isinstance(error, ConfigError) else 1)
     except Exception as error:
         step, what = training.progress.step if training else 0, f"{type(error).__name__}: {error}"
         first = folder.fail(step, f"{mesh.describe()}: {what}")
@@ -166,10 +170,12 @@ def train_on(mesh: Mesh, config: Config, launch: Launch, tokenizer: Tokenizer | 
     return 0
 
 
-def _start_and_train(training: Run, folder: RunFolder) -> str:
+def _start_and_train(training: Run, folder: RunFolder, allowed: Collection[str]) -> str:
     """Resume or start, then train; returns the outcome."""
     config = training.config
     if folder.resume_from is not None:
+        for line in folder.changes(config, training.datasets, allowed):
+            training.log.say(line)
         training.restore(folder.resume_from, verified=True)
         training.log.say(f"resumed from {folder.resume_from}, step {training.progress.step}, "
                          f"on mesh {training.state.mesh.words}")

@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -16,8 +16,11 @@ from torch.distributed import ProcessGroup
 from megafour.checkpoint import folder as checkpoints
 from megafour.checkpoint.agreement import first_does, rank_in
 from megafour.checkpoint.errors import CheckpointError
+from megafour.config.errors import ConfigError
 from megafour.config.load import to_yaml
 from megafour.config.schema import Config
+from megafour.data.dataset import Datasets
+from megafour.trainer.changes import check_changes
 from megafour.trainer.lock import RunLock
 
 T = TypeVar("T")
@@ -47,6 +50,27 @@ class RunFolder:
     def stop_file(self) -> Path:
         """`touch` it to end the run after its step, saved."""
         return self.path / "stop"
+
+    def changes(self, config: Config, datasets: Datasets, allowed: Collection[str]) -> list[str]:
+        """Lines on the settings that differ from those of the checkpoint that the run goes on from.
+
+        Raises:
+            ConfigError: on all ranks alike, for one that changes what the run means and is not among `allowed`.
+        """
+        if self.resume_from is None:
+            return []
+        path = self.resume_from
+
+        def compare() -> tuple[list[str], str | None]:
+            try:
+                return check_changes(path, config, datasets, allowed), None
+            except ConfigError as error:
+                return [], str(error)
+
+        lines, refusal = self._first(compare, f"comparing settings with {path}")
+        if refusal is not None:
+            raise ConfigError(refusal)
+        return lines
 
     def begin(self, step: int, config: Config) -> None:
         """Training starts from `step`: set aside what later steps left, write config.yaml and status.json.

@@ -1,0 +1,99 @@
+"""What differs between a checkpoint's settings and those of the launch that resumes it: refused, noted or nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megafour.checkpoint import folder as checkpoints
+from megafour.checkpoint.errors import CheckpointError
+from megafour.config.errors import ConfigError
+from megafour.config.load import to_yaml
+from megafour.config.schema import Config
+from megafour.data.dataset import Datasets
+from megafour.data.progress import changed
+
+MEANING = ("model", "run.seed", "data.train", "data.split", "data.seq_length", "data.document_mask", "data.tokenizer")
+"""Keys and sections without which the rest of the run would be another run's."""
+HARMLESS = ("model.attention_dropout", "model.hidden_dropout", "model.init_std", "model.preset")
+"""Keys of those sections that a run may change on its way."""
+SILENT = ("run.name", "run.dir", "run.device", "parallel", "data.valid", "data.workers", "train.micro_batch_size",
+          "train.recompute", "eval", "checkpoint", "kernels", "logging", "model.preset")
+"""Keys and sections that change where and how a run computes, and not what."""
+
+
+def check_allowed(keys: Collection[str]) -> None:
+    """Refuse a key of --allow-change that names nothing which needs it.
+
+    Raises:
+        ConfigError: naming the key.
+    """
+    for key in keys:
+        if not any(_within(key, part) or _within(part, key) for part in MEANING):
+            raise ConfigError(f"--allow-change {key}: no change of that key is refused; those of {', '.join(MEANING)} "
+                              f"are")
+
+
+def check_changes(path: Path, config: Config, datasets: Datasets, allowed: Collection[str]) -> list[str]:
+    """Compare a checkpoint's settings with this launch's.
+
+    Args:
+        path: the checkpoint.
+        allowed: keys or sections whose change this one launch allows.
+    Returns:
+        a line for each change that is worth one.
+    Raises:
+        CheckpointError: the checkpoint's settings cannot be read.
+        ConfigError: naming every setting, with its old and new value, that changes what the run means.
+    """
+    found = [one for one in _differences(_saved_config(path), yaml.safe_load(to_yaml(config)))
+             if not one[0].startswith("data.train")]
+    state = checkpoints.read_state(path)
+    if "data" in state:
+        blend = changed(datasets.train, state["data"])
+        found += [("data.train", blend)] if blend else []
+    hashes = state.get("tokenizer"), datasets.tokenizer
+    if all(hashes):     # the tokenizer itself counts, not where it lies
+        found = [one for one in found if not _within(one[0], "data.tokenizer")]
+        if hashes[0] != hashes[1]:
+            found.append(("data.tokenizer", f"hash {str(hashes[0])[:12]} -> {hashes[1][:12]}"))
+    refused = [(key, text) for key, text in found if _meaning(key) and not any(_within(key, one) for one in allowed)]
+    if refused:
+        fix = " ".join(f"--allow-change {key}" for key, _ in refused)
+        raise ConfigError(f"{path} was saved with other settings, and this would go on as another run: "
+                          f"{'; '.join(f'{key}: {text}' for key, text in refused)}; set them as they were, or give "
+                          f"`{fix}` to this launch")
+    return [f"changed since the checkpoint: {key}: {text}" for key, text in found
+            if not any(_within(key, part) for part in SILENT)]
+
+
+def _saved_config(path: Path) -> dict[str, Any]:
+    try:
+        saved = yaml.safe_load((path / "config.yaml").read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise CheckpointError(f"{path / 'config.yaml'} cannot be read: {error}") from error
+    return saved if isinstance(saved, dict) else {}
+
+
+def _differences(old: Any, new: Any, key: str = "") -> list[tuple[str, str]]:
+    """(key, `old -> new`) of every leaf that both know and that differs; a key of another version is passed over."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        return [found for name in old if name in new
+                for found in _differences(old[name], new[name], f"{key}.{name}" if key else str(name))]
+    return [] if old == new else [(key, f"{_shown(old)} -> {_shown(new)}")]
+
+
+def _shown(value: Any) -> str:
+    return yaml.safe_dump(value, default_flow_style=True, width=10**6).removesuffix("...\n").strip()
+
+
+def _meaning(key: str) -> bool:
+    return any(_within(key, part) for part in MEANING) and not any(_within(key, part) for part in HARMLESS)
+
+
+def _within(key: str, part: str) -> bool:
+    """Whether a key is a section or lies in it."""
+    return key == part or key.startswith(part + ".")
