@@ -8,6 +8,10 @@ set -euo pipefail
 # handler of their own, so that a signal to the whole step still reaches them.
 trap '' USR1
 
+# On a restart the node whose rank failed counts one more than the others, and torch would look for each other's
+# addresses under that count in the rendezvous' store: each restart gets a store of its own instead.
+[ "${MAX_RESTARTS:-0}" = 0 ] || export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+
 # is_host: said outright, since torchrun's own guess compares host names, and a node may have several.
 # local-addr: the name that the node list has; the fully qualified one is not always one that other nodes can resolve.
 # read_timeout: how long a node may start before the head node does, as when an image is still being loaded there.
