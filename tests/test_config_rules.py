@@ -134,7 +134,7 @@ def test_rules_between_keys(world, overrides, words):
 
 @pytest.mark.parametrize("override", [
     "parallel.ep=2", "parallel.zero_stage=2",
-    "parallel.zero_stage=3", "logging.timeline=true",
+    "parallel.zero_stage=3",
 ])
 def test_later_features_are_refused_with_the_reason(override):
     with pytest.raises(ConfigError) as error:

@@ -54,9 +54,10 @@ def test_document_starts_of_a_batch_with_documents_of_one_token():
     assert document_starts(ids).tolist() == [[0, 1, 1, 3, 4, 4], [0, 0, 0, 0, 0, 0]]
 
 
+@pytest.mark.parametrize("kind", LAYOUTS)
 @pytest.mark.parametrize("cp", [1, 2, 4])
-def test_a8_every_target_is_trained_once(cp):
-    sample, layout = torch.arange(100, 117), Layout(16, cp)
+def test_a8_every_target_is_trained_once(cp, kind):
+    sample, layout = torch.arange(100, 117), Layout(16, cp, kind)
     labels = torch.full((16,), -1)
     for rank in range(cp):
         positions = layout.positions(rank)

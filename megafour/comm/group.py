@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 from torch.distributed import ProcessGroup
 
 from megafour.comm.ledger import Ledger
+
+UNTIMED: AbstractContextManager[object] = nullcontext()
+"""In place of a clock where nothing is counted."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,10 @@ class Group:
     def size(self) -> int:
         """Number of ranks in the group."""
         return len(self.ranks)
+
+    def timed(self, primitive: str) -> AbstractContextManager[object]:
+        """Counts the seconds of its body for `primitive`; may be entered again and again. Nothing when off."""
+        return UNTIMED if self.ledger is None else self.ledger.entry(primitive, self.name)
 
     def record(self, primitive: str, nbytes: float) -> None:
         """Count one call of `primitive` that moved `nbytes` bytes by the ledger's convention."""

@@ -1,9 +1,30 @@
-"""The traffic ledger: calls and bytes per rank, by (primitive, axis, phase)."""
+"""The traffic ledger: calls, bytes and seconds per rank, by (primitive, axis, phase)."""
 
 from __future__ import annotations
 
-from collections import defaultdict
+import time
 from dataclasses import dataclass, field
+
+CONTROL = "control"
+"""The phase of counts, flags and norms, which are kept apart."""
+
+
+@dataclass
+class Entry:
+    """What one (primitive, axis, phase) has cost this rank; as a context manager it times its body."""
+
+    calls: int = 0
+    nbytes: float = 0.0
+    seconds: float = 0.0
+    """Spent in posting and in waiting: what ran beside the compute costs nothing."""
+    _since: float = 0.0
+
+    def __enter__(self) -> Entry:
+        self._since = time.perf_counter()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.seconds += time.perf_counter() - self._since
 
 
 @dataclass
@@ -17,27 +38,33 @@ class Ledger:
 
     phase: str = "forward"
     """What the step is doing now; set by whoever drives the step."""
-    counts: dict[tuple[str, str, str], list[float]] = field(default_factory=lambda: defaultdict(lambda: [0, 0.0]))
+    counts: dict[tuple[str, str, str], Entry] = field(default_factory=dict)
+
+    def entry(self, primitive: str, axis: str) -> Entry:
+        """Where calls of `primitive` on `axis` are counted in the current phase."""
+        return self.counts.setdefault((primitive, axis, self.phase), Entry())
 
     def record(self, primitive: str, axis: str, nbytes: float) -> None:
         """Add one call of `nbytes` bytes under the current phase."""
-        entry = self.counts[(primitive, axis, self.phase)]
-        entry[0] += 1
-        entry[1] += nbytes
+        entry = self.entry(primitive, axis)
+        entry.calls += 1
+        entry.nbytes += nbytes
 
     def reset(self) -> None:
         """Forget everything, for the next step."""
         self.counts.clear()
 
     def rows(self) -> list[tuple[str, str, str, int, int]]:
-        """Sorted (axis, primitive, phase, calls, bytes), one row for each key seen since the last reset."""
-        return sorted(
-            (axis, primitive, phase, int(calls), round(nbytes))
-            for (primitive, axis, phase), (calls, nbytes) in self.counts.items()
-        )
+        """Sorted (axis, primitive, phase, calls, bytes), one row for each key with a call since the last reset."""
+        return sorted((axis, primitive, phase, entry.calls, round(entry.nbytes))
+                      for (primitive, axis, phase), entry in self.counts.items() if entry.calls)
 
-    def table(self) -> str:
-        """The rows as aligned text, with a header."""
-        lines = [f"{'axis':<10}{'primitive':<16}{'phase':<10}{'calls':>8}{'bytes':>16}"]
-        lines += [f"{a:<10}{p:<16}{ph:<10}{c:>8}{b:>16,}" for a, p, ph, c, b in self.rows()]
-        return "\n".join(lines)
+    def totals(self) -> dict[tuple[str, str], Entry]:
+        """(axis, primitive) -> all phases but `control` together; without calls where this rank only received."""
+        out: dict[tuple[str, str], Entry] = {}
+        for (primitive, axis, phase), entry in sorted(self.counts.items()):
+            if phase != CONTROL:
+                had = out.setdefault((axis, primitive), Entry())
+                had.calls, had.nbytes = had.calls + entry.calls, had.nbytes + entry.nbytes
+                had.seconds += entry.seconds
+        return out

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megafour.comm.group import Group
+from megafour.comm.group import UNTIMED, Group
 
 _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
@@ -22,13 +23,15 @@ class Pending:
     """A collective in flight; `wait()` returns its result and keeps every buffer alive until then."""
 
     def __init__(self, result: Any, works: Sequence[Any] = (), finish: Callable[[Any], Any] | None = None,
-                 keep: Sequence[Tensor] = ()) -> None:
-        self._result, self._works, self._finish, self._keep = result, works, finish, keep
+                 keep: Sequence[Tensor] = (), clock: AbstractContextManager[object] = UNTIMED) -> None:
+        self._result, self._works, self._finish, self._keep, self._clock = result, works, finish, keep, clock
 
     def wait(self) -> Any:
         """Block until the transfer is complete and return its result; a second call returns it again."""
-        for work in self._works:
-            work.wait()
+        if self._works:
+            with self._clock:
+                for work in self._works:
+                    work.wait()
         self._works, self._keep = (), ()
         if self._finish is not None:
             self._result, self._finish = self._finish(self._result), None
@@ -48,8 +51,9 @@ def all_reduce(x: Tensor, group: Group, op: str = "sum", async_op: bool = False)
     if group.size == 1:
         return _deliver(Pending(x), async_op)
     group.record("all_reduce", 2 * (group.size - 1) / group.size * _nbytes(x))
-    work = dist.all_reduce(x, op=_REDUCE_OPS[op], group=group.pg, async_op=async_op)
-    return Pending(x, [work], keep=[x]) if async_op else x
+    with (clock := group.timed("all_reduce")):
+        work = dist.all_reduce(x, op=_REDUCE_OPS[op], group=group.pg, async_op=async_op)
+    return Pending(x, [work], keep=[x], clock=clock) if async_op else x
 
 
 def all_gather(x: Tensor, group: Group, dim: int = 0, out: Tensor | None = None, async_op: bool = False) -> Any:
@@ -62,12 +66,13 @@ def all_gather(x: Tensor, group: Group, dim: int = 0, out: Tensor | None = None,
     group.record("all_gather", (group.size - 1) * _nbytes(x))
     if out is None:
         out = x.new_empty((group.size * x.shape[0], *x.shape[1:]))
-    work = _all_gather_flat(out, x, group=group.pg, async_op=async_op)
+    with (clock := group.timed("all_gather")):
+        work = _all_gather_flat(out, x, group=group.pg, async_op=async_op)
 
     def join(flat: Tensor) -> Tensor:
         return flat if dim == 0 else torch.cat(flat.chunk(group.size, 0), dim=dim)
 
-    return _deliver(Pending(out, [work] if async_op else [], join, keep=[x]), async_op)
+    return _deliver(Pending(out, [work] if async_op else [], join, keep=[x], clock=clock), async_op)
 
 
 def reduce_scatter(x: Tensor, group: Group, dim: int = 0, out: Tensor | None = None, async_op: bool = False) -> Any:
@@ -82,8 +87,9 @@ def reduce_scatter(x: Tensor, group: Group, dim: int = 0, out: Tensor | None = N
     if out is None:
         out = x.new_empty((x.shape[0] // group.size, *x.shape[1:]))
     group.record("reduce_scatter", (group.size - 1) * _nbytes(out))
-    work = _reduce_scatter_flat(out, x, group=group.pg, async_op=async_op)
-    return _deliver(Pending(out, [work] if async_op else [], keep=[x]), async_op)
+    with (clock := group.timed("reduce_scatter")):
+        work = _reduce_scatter_flat(out, x, group=group.pg, async_op=async_op)
+    return _deliver(Pending(out, [work] if async_op else [], keep=[x], clock=clock), async_op)
 
 
 def broadcast(x: Tensor, group: Group, src: int = 0, async_op: bool = False) -> Any:
@@ -92,8 +98,9 @@ def broadcast(x: Tensor, group: Group, src: int = 0, async_op: bool = False) -> 
         return _deliver(Pending(x), async_op)
     if group.rank == src:
         group.record("broadcast", (group.size - 1) * _nbytes(x))
-    work = dist.broadcast(x, src=group.ranks[src], group=group.pg, async_op=async_op)
-    return Pending(x, [work], keep=[x]) if async_op else x
+    with (clock := group.timed("broadcast")):
+        work = dist.broadcast(x, src=group.ranks[src], group=group.pg, async_op=async_op)
+    return Pending(x, [work], keep=[x], clock=clock) if async_op else x
 
 
 def reduce(x: Tensor, group: Group, dst: int = 0, op: str = "sum") -> Tensor:
@@ -101,7 +108,8 @@ def reduce(x: Tensor, group: Group, dst: int = 0, op: str = "sum") -> Tensor:
     if group.size > 1:
         if group.rank != dst:
             group.record("reduce", _nbytes(x))
-        dist.reduce(x, dst=group.ranks[dst], op=_REDUCE_OPS[op], group=group.pg)
+        with group.timed("reduce"):
+            dist.reduce(x, dst=group.ranks[dst], op=_REDUCE_OPS[op], group=group.pg)
     return x
 
 
@@ -113,7 +121,8 @@ def scatter(x: Tensor, group: Group, src: int = 0, dim: int = 0) -> Tensor:
     out = torch.empty_like(pieces[0])
     if group.rank == src:
         group.record("scatter", _nbytes(x) - _nbytes(out))
-    dist.scatter(out, pieces if group.rank == src else None, src=group.ranks[src], group=group.pg)
+    with group.timed("scatter"):
+        dist.scatter(out, pieces if group.rank == src else None, src=group.ranks[src], group=group.pg)
     return out
 
 
@@ -125,7 +134,8 @@ def gather(x: Tensor, group: Group, dst: int = 0, dim: int = 0) -> Tensor | None
     pieces = [torch.empty_like(x) for _ in range(group.size)] if group.rank == dst else None
     if group.rank != dst:
         group.record("gather", _nbytes(x))
-    dist.gather(x, pieces, dst=group.ranks[dst], group=group.pg)
+    with group.timed("gather"):
+        dist.gather(x, pieces, dst=group.ranks[dst], group=group.pg)
     return torch.cat(pieces, dim=dim) if pieces is not None else None
 
 
@@ -136,7 +146,8 @@ def all_to_all(x: Tensor, group: Group) -> Tensor:
     x = x.contiguous()
     received = torch.empty_like(x)
     group.record("all_to_all", _nbytes(x) * (group.size - 1) / group.size)
-    dist.all_to_all_single(received, x, group=group.pg)
+    with group.timed("all_to_all"):
+        dist.all_to_all_single(received, x, group=group.pg)
     return received
 
 
@@ -153,5 +164,8 @@ def send_recv(sends: Sequence[tuple[Tensor, int]], recvs: Sequence[tuple[Tensor,
     for tensor, peer in sends:
         group.record("send_recv", _nbytes(tensor))
         ops.append(dist.P2POp(dist.isend, tensor, group.ranks[peer], group.pg))
-    works = dist.batch_isend_irecv(ops) if ops else []
-    return Pending(buffers, works, keep=[tensor for tensor, _ in sends])
+    if not ops:
+        return Pending(buffers)
+    with (clock := group.timed("send_recv")):
+        works = dist.batch_isend_irecv(ops)
+    return Pending(buffers, works, keep=[tensor for tensor, _ in sends], clock=clock)

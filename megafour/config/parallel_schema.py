@@ -42,8 +42,9 @@ class PipelineConfig(Section):
     """How layers and micro-batches are spread over the pp axis."""
 
     schedule: Text = "1f1b"
-    """Order of forwards and backwards: `gpipe`, `1f1b`, `interleaved_1f1b`, `zb_h1`,
-    `zb_h2`, `zb_v`, `v_half`, `v_min` or `dualpipe_v`."""
+    """Order of forwards and backwards ([schedules.md](schedules.md)): `gpipe`, `1f1b`, `interleaved_1f1b`, `zb_h1`,
+    `zb_h2`, `zb_v`, `v_half`, `v_min`, `dualpipe_v`, or a table of your own: `PATH.csv`, `PATH.json`,
+    `PATH.py:function`."""
 
     virtual_stages: Count | None = None
     """Stages that each pipeline rank holds: any number for `interleaved_1f1b`, 2 for the schedules over a V (`zb_v`,

@@ -213,10 +213,12 @@ class LoggingConfig(Section):
     """Project in Weights & Biases. Null: off. A tracker that fails never stops a run."""
 
     traffic: bool = False
-    """Count the bytes that each primitive moves on each axis, and log them."""
+    """Count calls, bytes and time of each primitive on each axis; log them beside the bytes that formulas predict."""
 
     timeline: bool = False
-    """Record the pipeline's timeline. This version: false."""
+    """Record when each action of the pipeline runs, in the second step: the run's log draws what the schedule predicts
+    above what was measured, `logs/timeline.json` holds the numbers, and `logs/timeline.svg` the picture where
+    matplotlib is installed."""
 
     profile: Count | None = None
     """Step, counted from 1, whose torch profiler trace is written to the run's folder. Null: none."""

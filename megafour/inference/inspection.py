@@ -24,6 +24,7 @@ from megafour.config.rules import resolve
 from megafour.config.schema import Config
 from megafour.inference.load import find_model, huggingface_values, vocabulary_of
 from megafour.model.shapes import logical_shapes
+from megafour.parallel.context import balance
 
 BLOCK = 1 << 24
 """Elements of a tensor that are looked at at a time: no fp64 copy of a whole embedding."""
@@ -142,7 +143,9 @@ def config_lines(path: Path) -> Iterator[str]:
     p = config.parallel
     dp = 1 if p.dp == "auto" else int(p.dp)
     yield f"config {path}"
-    yield describe(resolve(config, dp * p.pp * p.tp * p.cp, data=False))
+    resolved = resolve(config, dp * p.pp * p.tp * p.cp, data=False)
+    yield describe(resolved)
+    yield f"balance {balance.describe(resolved)}"
     changed = mapping_differences(flat(Config()), flat(config))
     yield from ("", "changed from the defaults:", *changed)
 

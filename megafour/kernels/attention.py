@@ -37,7 +37,8 @@ class Dropped:
 class AttentionBackend(Protocol):
     """softmax(scale · q k^T) v on one block, and its gradient given the *merged* output and log-sum-exp.
 
-    q `[b, n, heads, d]`; k, v `[b, m, kv_heads, d]`; heads a multiple of kv_heads. `causal` needs n = m.
+    q `[b, n, heads, d]`; k, v `[b, m, kv_heads, d]`; heads a multiple of kv_heads. `causal` needs n = m. What was
+    computed wider than the tensors' type is given as it is: whoever joins blocks rounds once, at the end.
     """
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float,

@@ -27,7 +27,7 @@ class PlainAttention:
         (b, n, heads, _), kv_heads = q.shape, k.shape[2]
         dtype = matmul_dtype(q)
         k, v = (x.transpose(1, 2).to(dtype) for x in (k, v))
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        out = torch.empty(q.shape, dtype=dtype, device=q.device)
         lse = torch.empty(b, heads, n, dtype=_wide(q.dtype), device=q.device)
         for first, last, end in _blocks(n, k.shape[2], causal):
             scores = _scores(_stack(q[:, first:last], kv_heads, dtype), k[:, :, :end], scale, last - first, causal)
@@ -52,7 +52,7 @@ class PlainAttention:
         """As `AttentionBackend.backward` (Dao 2023, algorithm 2, one key block). dk and dv are summed in fp32."""
         kv_heads, dtype, wide = k.shape[2], matmul_dtype(q), _wide(q.dtype)
         k, v = (x.transpose(1, 2).to(dtype) for x in (k, v))
-        dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        dq = torch.empty(q.shape, dtype=dtype, device=q.device)
         dk = torch.zeros(k.shape, dtype=wide, device=q.device)
         dv = torch.zeros_like(dk)
         for first, last, end in _blocks(q.shape[1], k.shape[2], causal):
@@ -74,7 +74,7 @@ class PlainAttention:
             # the scale goes onto the products: they are head_dim wide, the scores as wide as the keys
             dq[:, first:last] = _unstack((d_scores @ k[:, :, :end]).mul_(scale), last - first)
             dk[:, :, :end] += d_scores.mT @ q_block
-        return dq, dk.mul_(scale).transpose(1, 2).to(q.dtype), dv.transpose(1, 2).to(q.dtype)
+        return dq, dk.mul_(scale).transpose(1, 2), dv.transpose(1, 2)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

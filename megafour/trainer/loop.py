@@ -22,7 +22,8 @@ from megafour.data.loader import BatchLoader
 from megafour.data.progress import go_on, positions
 from megafour.data.tokenizer import Tokenizer
 from megafour.optim.lr_schedule import learning_rate
-from megafour.trainer import diagnose
+from megafour.parallel.pipeline.record import Recorder
+from megafour.trainer import diagnose, traffic
 from megafour.trainer.logs import RankLog
 from megafour.trainer.memory import peak_bytes
 from megafour.trainer.metrics import Metrics
@@ -153,8 +154,16 @@ class Run:
         lr = learning_rate(cfg.optimizer, cfg.lr_schedule, progress.step, total)
         if state.mesh.ledger is not None:
             state.mesh.ledger.reset()
+        drawn = cfg.logging.timeline and progress.step == min(1, total - 1)    # the first step has start-up in it
+        state.recorder = Recorder(state.mesh.device) if drawn else None
+        started = time.perf_counter()
         with self._profile():
             result = train_step(state, batches, progress.step, lr, self._flag)
+        if state.mesh.ledger is not None and (progress.step == 0 or (progress.step + 1) % cfg.logging.every == 0):
+            table = traffic.table(cfg, state, batches, time.perf_counter() - started, updated=result.applied)
+            self.log.say(f"traffic of {state.mesh.describe()} in step {progress.step + 1}\n{table}")
+        if state.recorder is not None:
+            self._timeline(state.recorder, len(batches))
         if not result.applied:
             self._skipped(batches, result)
         else:
@@ -165,8 +174,6 @@ class Run:
         if cfg.logging.parameter_norms and progress.step % cfg.logging.parameter_norms == 0:
             for text in diagnose.parameter_norms(state):
                 self.log.say(text)
-        if state.mesh.ledger is not None and (progress.step == 1 or progress.step % cfg.logging.every == 0):
-            self.log.say(f"traffic of rank {state.mesh.rank} in step {progress.step}\n{state.mesh.ledger.table()}")
         return result, lr
 
     def _skipped(self, batches: list[MicroBatch], result: StepResult) -> None:
@@ -186,6 +193,15 @@ class Run:
             self.saver.wait()       # all ranks raise alike: what is being saved is not lost
             raise TrainingError(f"{limit} steps in a row were skipped (train.max_skipped_steps={limit}): the last was "
                                 f"step {progress.step + 1}, loss {result.loss}, gradient norm {result.grad_norm}")
+
+    def _timeline(self, recorder: Recorder, microbatches: int) -> None:
+        from megafour.trainer.timeline import save_timeline
+
+        self.state.recorder = None
+        text = save_timeline(self.state, recorder, microbatches, self.config.parallel.pipeline.schedule,
+                             Path(self.config.run_dir) / "logs")
+        if text is not None:
+            self.log.say(f"timeline of step {self.progress.step + 1}\n{text}")
 
     def _profile(self) -> Any:
         from contextlib import nullcontext

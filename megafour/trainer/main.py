@@ -23,6 +23,7 @@ from megafour.data.description import tokenizer_info
 from megafour.data.errors import DataError
 from megafour.data.tokenizer import Tokenizer, TokenizerInfo, load_tokenizer
 from megafour.mesh import Launch, Mesh, start_distributed, stop_distributed
+from megafour.parallel.pipeline.select import check_pipeline
 from megafour.trainer.changes import check_allowed
 from megafour.trainer.logs import RankLog
 from megafour.trainer.loop import Run, TrainingError
@@ -63,7 +64,9 @@ def check(path: str | None, overrides: list[str], world: int | None) -> int:
     try:
         config = load_config(path, overrides)
         ranks = world or (launch.world if launch.world > 1 else smallest_world(config))
-        print(describe(resolve(config, ranks)))
+        config = resolve(config, ranks)
+        check_pipeline(config)
+        print(describe(config))
     except ConfigError as error:
         return refuse(error, launch, 2)
     return 0
@@ -80,6 +83,7 @@ def run(path: str | None, overrides: list[str], allowed: Collection[str] = ()) -
         config = config.replace({"model.vocab_size": vocabulary(config, info)})
         config = resolve(config, launch.world)
         check_start(config)
+        check_pipeline(config)
         datasets = build_datasets(config, info)
     except ConfigError as error:
         return refuse(error, launch, 2)

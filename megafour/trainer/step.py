@@ -19,6 +19,7 @@ from megafour.optim.optimizer import ShardedOptimizer
 from megafour.parallel.data.buckets import GradientBuckets, squared_norm, sync_replicated
 from megafour.parallel.pipeline.actions import Action, Kind
 from megafour.parallel.pipeline.executor import run_forward_only, run_schedule
+from megafour.parallel.pipeline.record import Recorder
 from megafour.parallel.pipeline.select import Pipeline
 from megafour.parallel.pipeline.wire import Activation
 from megafour.parallel.tensor.cross_entropy import IGNORE
@@ -52,6 +53,8 @@ class TrainState:
     groups: dict
     """Groups by the names that pieces give (`tp`, `kv`, `embedding`)."""
     grad_clip: float
+    recorder: Recorder | None = None
+    """Takes the time of the pipeline's actions, in the step that is to be drawn."""
 
 
 def train_step(state: TrainState, batches: list[MicroBatch], step: int, lr: float,
@@ -101,7 +104,8 @@ def forward_backward(state: TrainState, batches: list[MicroBatch], step: int, va
         state.buckets.start_reduction(len(batches))
     losses = run_schedule(state.pipeline.table(len(batches)), group=state.mesh.group("pp"), channels=state.mesh.channel,
                           chunks=[partial(forward, chunk) for chunk in range(len(stage.decoders))],
-                          activation=wire(state, batches), deferral=state.buckets.deferral, before=before)
+                          activation=wire(state, batches), deferral=state.buckets.deferral, before=before,
+                          recorder=state.recorder)
     total = torch.stack(losses).double().sum() if losses else torch.zeros((), dtype=torch.float64, device=device)
     return total / state.scaler.scale
 

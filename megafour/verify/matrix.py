@@ -171,3 +171,39 @@ def _extend(row: Row, open_pairs: set[Pair], used: dict[tuple[str, str], int]) -
         if best is not None:
             row = {**row, option: chosen}
     return row
+
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b:1", "interleaved_1f1b:2", "interleaved_1f1b:3", "zb_h1", "zb_h2",
+             "zb_v", "v_half", "v_min", "dualpipe_v")
+"""Every pipeline schedule; `:` and the stages a rank where that is a choice."""
+
+_PLAIN: Row = {"kv_heads": "grouped", "recompute": "none", "valid": "uneven", "tied": "false", "micro_batch_size": "1",
+               "dropout": "off", "family": "llama", "qk_norm": "false", "optimizer": "adamw", "clip": "off",
+               "documents": "off", "window": "none", "layers": "even"}
+
+_MIXED: tuple[Row, ...] = (
+    {"mesh": "pp2-tp2", "sequence_parallel": "true", "tied": "true", "recompute": "full"},
+    {"mesh": "pp2-cp2", "layers": "uneven", "dropout": "on", "family": "gpt2"},
+    {"mesh": "dp2-pp2", "zero_stage": "1", "tied": "true", "layers": "explicit", "valid": "empty-rank"},
+    {"mesh": "pp4-tp2", "sequence_parallel": "true", "dropout": "on", "layers": "uneven"},
+    {"mesh": "pp4-cp2", "tied": "true", "recompute": "selective"},
+    {"mesh": "dp2-pp4", "zero_stage": "1", "recompute": "full", "dropout": "on"},
+    {"mesh": "dp2-pp2-tp2-cp2", "zero_stage": "1", "tied": "true", "family": "gpt2", "recompute": "full"},
+)
+"""What is mixed with a schedule, beside the number of micro-batches."""
+
+
+def schedule_rows(*, whole: bool) -> list[Row]:
+    """Every schedule at pp 2 and 4 with 1, 3, 4 and 8 micro-batches, and each with other axes and options.
+
+    Not `whole`: each (schedule, pp) and each (schedule, first three of the mixed rows) once, in turn with the numbers
+    of micro-batches.
+    """
+    counts, rows = ("1", "3", "4", "8"), []
+    for number, schedule in enumerate(SCHEDULES):
+        plain: list[Row] = [{"mesh": "pp2"}, {"mesh": "pp4"}]
+        for place, extra in enumerate([*plain, *(_MIXED if whole else _MIXED[:3])]):
+            one = counts[(number + place) % len(counts)]
+            for count in counts if whole and place < len(plain) else (one,):
+                rows.append({**_PLAIN, **extra, "schedule": schedule, "micro_batches": count})
+    return rows

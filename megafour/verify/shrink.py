@@ -225,7 +225,10 @@ def option_case(config: Config, row: Row, steps: int, precision: str = "fp64", d
     mesh = parse_mesh(row["mesh"])
     context = _row_context(row, mesh)
     heads, kv = _heads(row["kv_heads"], mesh.tp, mesh.cp if context["method"] in ("ulysses", "usp") else 1)
-    layers = max(2, mesh.pp) * (1 if mesh.pp >= 4 else 2) + (row.get("layers", "even") != "even")
+    schedule, _, chunks = row.get("schedule", "1f1b").partition(":")
+    pipeline = {"schedule": schedule, "virtual_stages": int(chunks) if chunks else None}
+    stages = mesh.pp * held_stages(config.replace({"parallel.pipeline": pipeline}))
+    layers = max(2, stages) * (1 if stages >= 4 else 2) + (row.get("layers", "even") != "even")
     dropout = 0.2 if row["dropout"] == "on" else 0.0
     order = {"auto": "auto", "pp-inner": "pp-inner", "reversed": "pp-dp-ring-ulysses-tp"}[row.get("order", "auto")]
     asked = config.replace({
@@ -240,13 +243,13 @@ def option_case(config: Config, row: Row, steps: int, precision: str = "fp64", d
         "parallel.tp": mesh.tp, "parallel.pp": mesh.pp, "parallel.cp": mesh.cp, "parallel.dp": mesh.dp,
         "parallel.context": context, "data.document_mask": row["documents"] == "on",
         "model.attention_window": {"none": None, "short": 3, "pattern": [None, 9]}[row["window"]],
-        "parallel.pipeline.schedule": row.get("schedule", "1f1b"), "parallel.pipeline.partition": "auto",
+        "parallel.pipeline": pipeline,
         "train.micro_batch_size": int(row["micro_batch_size"]), "train.recompute": row["recompute"],
         "train.grad_clip": 0.1 if row["clip"] == "tight" else 0.0, "optimizer.name": row["optimizer"]})
     toy = shrink(asked, [mesh], steps, precision, device).replace({
         "model.num_layers": layers, "model.num_attention_heads": heads, "model.num_key_value_heads": kv})
     if row.get("layers") == "explicit":    # the surplus layer where the automatic cut would not put it
-        asked = asked.replace({"parallel.pipeline.partition": [*[1] * (mesh.pp - 1), layers - mesh.pp + 1]})
+        asked = asked.replace({"parallel.pipeline.partition": [*[1] * (stages - 1), layers - stages + 1]})
     options = tuple((name, value) for name, value in row.items() if name != "mesh")
     return Case(mesh, place(toy, asked, mesh, int(row["micro_batches"])), row["valid"], options)
 

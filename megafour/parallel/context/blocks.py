@@ -181,7 +181,8 @@ class _LocalAttention(torch.autograd.Function):
         if len(blocks) == 1:    # the plain causal case: the kernel's own gradients, nothing added up
             block, positions = blocks[0], call.places.positions[0]
             bits = dropped(call.bits, block, positions, positions)
-            return *call.kernel.backward(grad, q, k, v, out, lse, block, call.scale, bits), None
+            parts = call.kernel.backward(grad, q, k, v, out, lse, block, call.scale, bits)
+            return *(part.to(x.dtype) for part, x in zip(parts, (q, k, v), strict=True)), None
         dq, dk, dv = (torch.zeros(x.shape, dtype=wide(x.dtype), device=x.device) for x in (q, k, v))
         call.backward(grad, q, k, v, out, lse, 0, dq, dk, dv)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None

@@ -11,14 +11,9 @@ from torch import Tensor, nn
 
 from megafour.comm import primitives
 from megafour.comm.group import Group
+from megafour.cost.parameters import BUCKET_BYTES, SHARE_UNIT
 from megafour.parallel.grads import Deferral, attach_main_grad
 from megafour.parallel.pieces import Piece, pieces_of
-
-BUCKET_BYTES = 25 << 20
-"""Gradient bytes a bucket holds: large enough that gloo and NCCL run at bandwidth, small enough to overlap."""
-
-_ALIGN = 64
-"""Elements to which each rank's share is rounded, so that every shard starts on a cache line."""
 
 
 @dataclass
@@ -99,7 +94,7 @@ class GradientBuckets:
 
     def _flatten(self, params: list[nn.Parameter], accumulate: torch.dtype) -> Bucket:
         total = sum(p.numel() for p in params)
-        unit = _ALIGN * self.group.size
+        unit = SHARE_UNIT * self.group.size
         padded = math.ceil(total / unit) * unit
         device = params[0].device
         weights = torch.zeros(padded, dtype=params[0].dtype, device=device)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 
 from megafour.config.errors import ConfigError
+from megafour.config.rules_pipeline import is_own_schedule
 from megafour.config.schema import Config
 from megafour.parallel.pipeline.actions import Placement, ScheduleError, Table
 from megafour.parallel.pipeline.check import check
+from megafour.parallel.pipeline.own import load
 from megafour.parallel.pipeline.schedules import build
 
 
@@ -37,6 +39,17 @@ def micro_batches(config: Config) -> int:
     return config.train.global_batch_size // (int(config.parallel.dp) * config.train.micro_batch_size)
 
 
+def find(name: str, ranks: int, virtual_stages: int | None = None) -> Pipeline:
+    """The schedule called `name`, or the user's own in a file, for `ranks` ranks. Raises ScheduleError."""
+    if is_own_schedule(name):
+        make = load(name, ranks, virtual_stages)
+    else:
+        def make(microbatches: int) -> Table:
+            return build(name, ranks, microbatches, virtual_stages)
+
+    return Pipeline(make(1).placement, make)
+
+
 def pipeline_of(config: Config) -> Pipeline:
     """The pipeline that a resolved configuration asks for.
 
@@ -45,10 +58,10 @@ def pipeline_of(config: Config) -> Pipeline:
     """
     asked, pp = config.parallel.pipeline, config.parallel.pp
     try:
-        make = partial(build, asked.schedule, pp, virtual_stages=asked.virtual_stages)
-        return Pipeline(make(microbatches=1).placement, lambda count: make(microbatches=count))
+        pipeline = find(asked.schedule, pp, asked.virtual_stages)
     except ScheduleError as error:
         raise ConfigError(f"parallel.pipeline.schedule = {asked.schedule}: {error}") from None
+    return pipeline
 
 
 def check_pipeline(config: Config) -> None:
@@ -58,6 +71,17 @@ def check_pipeline(config: Config) -> None:
         ConfigError: with the action at fault.
     """
     asked, pipeline = config.parallel.pipeline, pipeline_of(config)
+    placement = pipeline.placement
+    if placement.stages > config.model.num_layers:
+        raise ConfigError(f"no empty stage: parallel.pipeline.schedule = {asked.schedule} has {placement.stages} "
+                          f"stages, more than model.num_layers {config.model.num_layers}; raise model.num_layers")
+    if asked.partition != "auto" and len(asked.partition) != placement.stages:
+        raise ConfigError(f"one count a stage: parallel.pipeline.partition has {len(asked.partition)} entries and "
+                          f"parallel.pipeline.schedule = {asked.schedule} has {placement.stages} stages")
+    ends = placement.rank_of[0], placement.rank_of[-1]
+    if config.model.tie_embeddings and ends not in ((0, 0), (0, placement.ranks - 1)):
+        raise ConfigError(f"parallel.pipeline.schedule = {asked.schedule}: with model.tie_embeddings the first stage "
+                          "has to be on rank 0, and the last on rank 0 or on the last rank")
     try:
         check(pipeline.table(micro_batches(config)))
     except ScheduleError as error:

@@ -62,7 +62,8 @@ class _HeadLoss(torch.autograd.Function):
         grad_x = torch.empty_like(flat) if train else None
         grad_w: Tensor | None = None
         losses = flat.new_empty(flat.shape[0], dtype=compute)
-        step = chunk_tokens(valid)
+        # By the padded rows: the last tp rank has fewer words, and all must cut the same chunks for their collectives.
+        step = chunk_tokens(weight.shape[0])
         for a in range(0, flat.shape[0], step):
             part, label = flat[a : a + step], targets[a : a + step]
             logits = linear(part, rows).to(compute)

@@ -1,0 +1,103 @@
+"""`megafour schedule`: a pipeline schedule checked and drawn, without running it."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megafour.config.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megafour.parallel.pipeline.actions import Table
+    from megafour.parallel.pipeline.simulate import Times
+
+DESCRIPTION = """Builds the table of a schedule, proves that every micro-batch passes every stage forward and backward
+once, that sends match receives and that nothing waits for ever, and draws it: one row a rank, with the bubble and the
+peak of live activations. Exits with 1 where a table of your own has a fault, and names the action."""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Adds the verb and its options."""
+    parser = subparsers.add_parser("schedule", help="a pipeline schedule checked and drawn", description=DESCRIPTION)
+    add = parser.add_argument
+    add("--name", required=True, metavar="NAME", help="gpipe, 1f1b, interleaved_1f1b, zb_h1, zb_h2, zb_v, v_half, "
+        "v_min, dualpipe_v, or a table of your own: PATH.csv, PATH.json, PATH.py:function; zb_auto searches for the "
+        "zero-bubble table with the smallest bubble at --times within --memory")
+    add("--stages", type=_positive, default=4, metavar="P", help="pipeline ranks (default: 4)")
+    add("--micro-batches", type=_positive, default=8, metavar="M", help="micro-batches of a step (default: 8)")
+    add("--virtual-stages", type=_positive, metavar="V", help="stages a rank (default: the schedule's own)")
+    add("--times", type=_times, metavar="F,B,W,COMM", help="durations of one micro-batch's forward, input gradient and "
+        "weight gradient on a rank, and of one transfer (default: 1,1,1,0)")
+    add("--memory", type=float, metavar="N", help="for zb_auto: micro-batches whose activations a rank may hold "
+        "(default: P, as 1F1B)")
+    add("--save", type=Path, metavar="FILE.json", help="write the table, for parallel.pipeline.schedule=FILE.json")
+    add("--out", type=_picture, metavar="FILE", help="a picture: .svg or .png (needs matplotlib)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the verb; ConfigError for an unknown or ill-fitting schedule, 1 for a table with a fault."""
+    from megafour.cli.main import complain
+    from megafour.parallel.pipeline.actions import ScheduleError
+    from megafour.parallel.pipeline.check import check
+    from megafour.parallel.pipeline.timeline import as_text, draw, predicted
+
+    table = _table(args)
+    try:
+        report = check(table, args.times)
+    except ScheduleError as error:
+        complain(f"{args.name}: {error}")
+        return 1
+    timeline = predicted(args.name, table, report)
+    print(as_text(timeline))
+    if args.save is not None:
+        from megafour.parallel.pipeline.own import as_json
+
+        args.save.write_text(as_json(table), "utf-8")
+        print(f"wrote {args.save}")
+    if args.out is not None:
+        try:
+            draw([timeline], args.out)
+        except ImportError:
+            raise ConfigError("--out needs matplotlib, which is not installed: pip install megafour[draw]") from None
+        print(f"wrote {args.out}")
+    return 0
+
+
+def _table(args: argparse.Namespace) -> Table:
+    from megafour.parallel.pipeline.actions import ScheduleError
+    from megafour.parallel.pipeline.auto import search
+    from megafour.parallel.pipeline.select import find
+    from megafour.parallel.pipeline.simulate import Times
+
+    try:
+        if args.name == "zb_auto":
+            memory = args.stages if args.memory is None else args.memory
+            return search(args.stages, args.micro_batches, args.times or Times(), memory, args.virtual_stages or 1)
+        return find(args.name, args.stages, args.virtual_stages).table(args.micro_batches)
+    except ScheduleError as error:
+        raise ConfigError(f"--name {args.name}: {error}") from None
+
+
+def _times(text: str) -> Times:
+    from megafour.parallel.pipeline.simulate import Times
+
+    try:
+        values = [float(part) for part in text.split(",")]
+    except ValueError:
+        values = []
+    if len(values) not in (3, 4) or min(values) < 0 or sum(values[:3]) <= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not F,B,W or F,B,W,COMM, in numbers of at least 0")
+    return Times(*values)
+
+
+def _picture(text: str) -> Path:
+    if not text.endswith((".svg", ".png")):
+        raise argparse.ArgumentTypeError(f"{text!r} is no .svg or .png")
+    return Path(text)
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
+    return int(text)

@@ -1,0 +1,191 @@
+"""The bytes of a whole training step on one rank of the mesh: blocks, embedding, head, pipeline, gradients, sync."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+from megafour.cost import traffic
+from megafour.cost.parameters import Bucket, Part, buckets, parameters
+from megafour.cost.traffic import Heads, Traffic, collective, total
+
+ELEMENT = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
+"""`train.precision` -> bytes of an activation's or weight's element."""
+
+Reach = Callable[[int, int | None], Sequence[int]]
+"""(micro-batch, window) -> hops that each ring rank's keys travel."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """One rank's place in the mesh."""
+
+    pp: int = 0
+    tp: int = 0
+    ring: int = 0
+    dp_cp: int = 0
+    """Its index among the dp·cp ranks that hold the same weights."""
+
+
+@dataclass(frozen=True)
+class Stages:
+    """The pipeline: per stage, first to last, the rank that holds it and the layers that it has."""
+
+    rank_of: Sequence[int]
+    layers: Sequence[Sequence[int]]
+
+    def held(self, rank: int) -> list[int]:
+        """Stages of one rank."""
+        return [stage for stage, owner in enumerate(self.rank_of) if owner == rank]
+
+    def parts(self, rank: int) -> list[Part]:
+        """The same as what they hold."""
+        return [Part(len(self.layers[i]), i == 0, i == len(self.rank_of) - 1) for i in self.held(rank)]
+
+
+@dataclass(frozen=True)
+class StepTraffic:
+    """What a resolved config moves in a step, seen from one rank. Sizes of the mesh and batch are the config's."""
+
+    config: Any
+    place: Place
+    stages: Stages
+    vocab_size: int
+
+    @property
+    def element(self) -> int:
+        """Bytes of an activation's element."""
+        return ELEMENT[self.config.train.precision]
+
+    @property
+    def wide(self) -> int:
+        """Bytes of an element of what is accumulated."""
+        return max(4, self.element)
+
+    @property
+    def sequence_parallel(self) -> bool:
+        """Whether there is a sequence-parallel region."""
+        return bool(self.config.parallel.sequence_parallel) and self.config.parallel.tp > 1
+
+    @property
+    def micro_batches(self) -> int:
+        """Of one rank, in a step."""
+        train = self.config.train
+        return train.global_batch_size // (int(self.config.parallel.dp) * train.micro_batch_size)
+
+    @property
+    def tokens(self) -> int:
+        """Of a micro-batch on this rank."""
+        return self.config.data.seq_length // self.config.parallel.cp * self.config.train.micro_batch_size
+
+    @property
+    def activation(self) -> int:
+        """Bytes of the residual stream of those tokens, before sequence parallelism cuts it."""
+        return self.tokens * self.config.model.hidden_size * self.element
+
+    @property
+    def sharers(self) -> int:
+        """Ranks that hold the same weights."""
+        return int(self.config.parallel.dp) * self.config.parallel.cp
+
+    def block(self, layer: int, reach: Reach | None = None, micro_batch: int = 0) -> Traffic:
+        """One transformer block, forward and backward, of one micro-batch."""
+        tp, recompute = self.config.parallel.tp, self.config.train.recompute
+        return (traffic.tensor_parallel_block(self.activation, tp, sequence_parallel=self.sequence_parallel,
+                                              again=recompute == "full")
+                + self._attention(self.config.model.window(layer), reach or self._causal_reach, micro_batch))
+
+    def _attention(self, window: int | None, reach: Reach, micro_batch: int) -> Traffic:
+        model, parallel, recompute = self.config.model, self.config.parallel, self.config.train.recompute
+        context, again, split = parallel.context, recompute != "none", self._ulysses
+        heads = Heads(self.tokens, model.num_attention_heads // parallel.tp, max(model.kv_heads // parallel.tp, 1),
+                      model.head_size, self.element)
+        n = parallel.cp // split
+        if parallel.cp == 1:
+            return Traffic()
+        if context.method == "all_gather":
+            return traffic.all_gather(heads, n, again=again)
+        if context.method == "double_ring":
+            inner = context.inner_ring or 1
+            return traffic.double_ring(heads, n // inner, inner, again=again)
+        around = traffic.ulysses(heads, split, again=recompute) if split > 1 else Traffic()
+        if n == 1:
+            return around
+        inside = heads.exchanged(split) if split > 1 else heads
+        return around + traffic.ring(inside, self.place.ring, reach(micro_batch, window), again=again)
+
+    @property
+    def _ulysses(self) -> int:
+        asked = self.config.parallel.context.ulysses
+        return 1 if asked == "auto" else int(asked)
+
+    def _causal_reach(self, micro_batch: int, window: int | None) -> Sequence[int]:
+        """Where a sample is one document; packed ones may end a key's way earlier."""
+        parallel = self.config.parallel
+        return traffic.reach(parallel.context.layout, parallel.cp // self._ulysses, self.config.data.seq_length,
+                             ulysses=self._ulysses, window=window)
+
+    def embedding(self) -> Traffic:
+        """The look-up: each tp rank knows its own rows, so the vectors are summed, A bytes; under sequence parallelism
+        they are scattered, and their gradient is gathered in the backward."""
+        tp = self.config.parallel.tp
+        if not self.sequence_parallel:
+            return collective("tp", "all_reduce", tp, self.activation)
+        return (collective("tp", "reduce_scatter", tp, self.activation)
+                + collective("tp", "all_gather", tp, self.activation))
+
+    def head(self, chunk_tokens: int) -> Traffic:
+        """The output layer with its cross-entropy, in chunks of tokens: the maximum (one `w` number a token), then the
+        sum of exponentials and the label's logit (two); the input is gathered under sequence parallelism and its
+        gradient scattered, else the gradient is summed."""
+        tp, chunks = self.config.parallel.tp, -(-self.tokens // chunk_tokens)
+        out = (collective("tp", "all_reduce", tp, 3 * self.tokens * self.wide)
+               + Traffic({("tp", "all_reduce"): (2 * chunks - 1, Fraction(0))} if tp > 1 else {}))
+        if not self.sequence_parallel:
+            return out + collective("tp", "all_reduce", tp, self.activation)
+        return (out + collective("tp", "all_gather", tp, self.activation)
+                + collective("tp", "reduce_scatter", tp, self.activation))
+
+    def buckets(self) -> list[Bucket]:
+        """The flat gradients of this rank."""
+        return buckets(parameters(self.config, self.stages.parts(self.place.pp), self.place.tp, self.vocab_size),
+                       self.sharers, self.wide)
+
+    def sync(self, flat: Sequence[Bucket]) -> Traffic:
+        """What is replicated: one all-reduce a group of the elements that lie in this rank's share of the gradients.
+
+        Over tp norms, biases and positions that see a share of the sequence, and q/k norms; over `kv` the K/V heads
+        that several tp ranks hold; over `embedding` the tied embedding of first and last stage.
+        """
+        parallel = self.config.parallel
+        shared = (self.place.dp_cp, self.sharers) if parallel.zero_stage > 0 else (0, 1)
+        found: dict[str, int] = {}
+        for bucket in flat:
+            for group, size in bucket.share(*shared):
+                found[group] = found.get(group, 0) + size
+        ranks = {"tp": parallel.tp, "kv": max(parallel.tp // self.config.model.kv_heads, 1), "embedding": 2}
+        return total(collective(g, "all_reduce", ranks[g], size * self.wide) for g, size in found.items())
+
+    def step(self, *, chunk_tokens: int, reach: Reach | None = None, updated: bool = True) -> Traffic:
+        """The whole step.
+
+        Args:
+            chunk_tokens: tokens of a chunk of the cross-entropy.
+            reach: how far keys travel in each micro-batch, where the mask depends on the data (packed documents).
+            updated: whether the optimizer stepped.
+        """
+        parallel, held, m = self.config.parallel, self.stages.held(self.place.pp), self.micro_batches
+        layers = [layer for stage in held for layer in self.stages.layers[stage]]
+        out = total(self.block(layer, reach, i) for i in range(m) for layer in layers)
+        if 0 in held:
+            out += self.embedding() * m
+        if len(self.stages.rank_of) - 1 in held:
+            out += self.head(chunk_tokens) * m
+        sent = self.activation // (parallel.tp if self.sequence_parallel else 1)
+        out += traffic.pipeline(sent, self.place.pp, self.stages.rank_of, m)
+        flat = self.buckets()
+        return (out + self.sync(flat) + traffic.data_parallel(
+            [b.numel for b in flat], self.sharers, zero_stage=parallel.zero_stage, element=self.element,
+            updated=updated))
