@@ -87,3 +87,44 @@ def test_torchrun_starts_a_failed_run_again_where_it_stopped(tmp_path, fault):
     assert list(losses(tmp_path)) == list(range(1, 9))
     assert "step 3, on mesh pp2" in (tmp_path / "run" / "logs" / "rank-0.log").read_text()
     assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "finished"
+
+
+RAISES = """
+import sys, unittest.mock
+import megafour.trainer.loop, megafour.data.loader, megafour.trainer.saving
+from megafour.mesh import Launch
+from train import main
+
+owner, name = {owner}, "{name}"
+real, calls = getattr(owner, name), []
+
+def planted(*args, **named):
+    calls.append(None)
+    if len(calls) == 2 and Launch.from_environment().rank == 1:
+        raise KeyError("planted fault")
+    return real(*args, **named)
+
+with unittest.mock.patch.object(owner, name, planted):
+    code = main(sys.argv[1:])
+sys.exit(code)
+"""
+
+
+@pytest.mark.parametrize(("owner", "name"), [
+    ("megafour.data.loader.BatchLoader", "step"), ("megafour.trainer.saving.Saver", "save"),
+    ("megafour.trainer.loop", "evaluate_batch")])
+def test_an_error_of_one_rank_ends_the_job_and_is_shown(tmp_path, owner, name):
+    """E1: in a data worker, a save, an evaluation; the original error, its rank, a code that is not zero, soon."""
+    write_corpus(tmp_path / "corpus")
+    values = settings(tmp_path, {"pp": 2}, checkpoint={"every": 1}, eval={"every": 1},
+                      data={"valid": {"held": [{"path": str(tmp_path / "corpus")}]}, "workers": 1})
+    (tmp_path / "run.yaml").write_text(json.dumps(values))
+    (tmp_path / "faulty.py").write_text(RAISES.replace("{owner}", owner).replace("{name}", name))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+               str(tmp_path / "faulty.py"), "--config", str(tmp_path / "run.yaml")]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120,
+                           env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert ended.returncode == 1
+    assert "rank 1 (pp1): failed in step" in ended.stderr and "KeyError: 'planted fault'" in ended.stderr
+    status = json.loads((tmp_path / "run" / "status.json").read_text())
+    assert status["state"] == "failed" and "planted fault" in status["reason"]
