@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import time
+import uuid
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -11,6 +13,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.rendezvous import rendezvous
 
 from megafour.comm.group import Group
 from megafour.comm.ledger import Ledger
@@ -71,8 +74,43 @@ def start_distributed(launch: Launch, device: torch.device, timeout: timedelta =
         torch.cuda.set_device(device)
     if launch.world > 1:
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, init_method=launch.init_method, rank=launch.rank, world_size=launch.world,
-                                timeout=timeout, device_id=device if device.type == "cuda" else None)
+        store, rank, world = next(rendezvous(launch.init_method, launch.rank, launch.world, timeout=timeout))
+        store.set_timeout(timeout)
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            store = fresh_store(store, rank, world, timeout)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout,
+                                device_id=device if device.type == "cuda" else None)
+
+
+def fresh_store(store: dist.Store, rank: int, world: int, timeout: timedelta) -> dist.Store:
+    """The part of a store that only this start of the ranks uses.
+
+    torchrun keeps one store over its restarts, and with it the addresses of the ranks that died: a new rank that reads
+    them before they are written anew would connect to nobody. The number of restarts does not tell the starts apart,
+    for nodes count their own. So the first rank draws a name, and gives it to each rank under a word which that one has
+    drawn.
+    """
+    name = uuid.uuid4().hex
+    if rank != 0:
+        store.set(f"start/hello/{rank}", name)
+        store.wait([f"start/name/{name}"], timeout)
+        ours = dist.PrefixStore(f"start/{store.get(f'start/name/{name}').decode()}", store)
+        ours.add("here", 1)
+        return ours
+    answered: dict[int, bytes] = {}
+    ours = dist.PrefixStore(f"start/{name}", store)
+    end = time.monotonic() + timeout.total_seconds()
+    while ours.add("here", 0) < world - 1:
+        for other in range(1, world):
+            if store.check([f"start/hello/{other}"]):
+                word = store.get(f"start/hello/{other}")
+                if answered.get(other) != word:     # an old word is answered too, and nobody waits for that answer
+                    store.set(f"start/name/{word.decode()}", name)
+                    answered[other] = word
+        if time.monotonic() > end:
+            raise TimeoutError(f"not all of {world} ranks have started within {timeout}")
+        time.sleep(0.02)
+    return ours
 
 
 def stop_distributed() -> None:

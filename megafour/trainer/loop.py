@@ -27,7 +27,7 @@ from megafour.trainer import diagnose, traffic
 from megafour.trainer.logs import RankLog
 from megafour.trainer.memory import peak_bytes
 from megafour.trainer.metrics import Metrics
-from megafour.trainer.step import StepResult, TrainState, evaluate_batch, train_step
+from megafour.trainer.step import StepResult, TrainState, control_sum, evaluate_batch, train_step
 
 if TYPE_CHECKING:
     from megafour.trainer.saving import Saver
@@ -63,6 +63,8 @@ class Run:
     metrics: Metrics | None = None
     progress: Progress = field(default_factory=Progress)
     saved_step: int = -1
+    flags: float = 0.0
+    """What the ranks last agreed on: above 0 when any was asked to stop, above their number when a save failed."""
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -114,17 +116,22 @@ class Run:
             if first_step:
                 self.state.mesh.shorten_timeout()
                 first_step = False
-            if cfg.eval.every and progress.step % cfg.eval.every == 0:
+            self.flags, paused = result.flags, False
+            if cfg.eval.every and progress.step % cfg.eval.every == 0 and not self.flags:
+                paused = True
                 line.update(self.evaluate())
             if self.metrics is not None:
                 self.metrics.write(line)
             if cfg.checkpoint.every and progress.step % cfg.checkpoint.every == 0:
+                paused = True
                 self.save()
             if cfg.checkpoint.asynchronous:
                 self.saver.look()
-            if result.flags > world:
+            if paused and not self.flags:
+                self.flags = self._agree()
+            if self.flags > world:
                 self.saver.fail()
-            if result.flags > 0:
+            if self.flags > 0:
                 outcome = "preempted"
                 break
         self.save()
@@ -137,6 +144,11 @@ class Run:
         failed = self.config.checkpoint.asynchronous and self.saver.failed
         return float(self.stop_asked()) + (self.state.mesh.world + 1) * failed
 
+    def _agree(self) -> float:
+        """The sum of all ranks' flags now, outside a step: an evaluation or a save may have taken long."""
+        mine = torch.tensor(self._flag(), dtype=torch.float64, device=self.state.mesh.device)
+        return float(control_sum(mine, self.state.mesh, "world"))
+
     def _one_step(self, batches: list[MicroBatch], total: int) -> tuple[StepResult, float]:
         cfg, progress, state = self.config, self.progress, self.state
         lr = learning_rate(cfg.optimizer, cfg.lr_schedule, progress.step, total)
@@ -146,7 +158,7 @@ class Run:
         state.recorder = Recorder(state.mesh.device) if drawn else None
         started = time.perf_counter()
         with self._profile():
-            result = train_step(state, batches, progress.step, lr, self._flag())
+            result = train_step(state, batches, progress.step, lr, self._flag)
         if state.mesh.ledger is not None and (progress.step == 0 or (progress.step + 1) % cfg.logging.every == 0):
             table = traffic.table(cfg, state, batches, time.perf_counter() - started, updated=result.applied)
             self.log.say(f"traffic of {state.mesh.describe()} in step {progress.step + 1}\n{table}")
@@ -215,7 +227,10 @@ class Run:
     # --- evaluation ---------------------------------------------------------------------------------------------
 
     def evaluate(self) -> dict[str, float]:
-        """`valid_loss/NAME` of every validation set over at most eval.batches global batches; changes nothing."""
+        """`valid_loss/NAME` of every validation set over at most eval.batches global batches; changes nothing.
+
+        Empty when a rank was asked to stop meanwhile: a part of a set is no measure of it.
+        """
         losses = {}
         for name, dataset in self.datasets.valid.items():
             total, tokens = 0.0, 0
@@ -224,6 +239,9 @@ class Run:
                     break
                 part, valid = evaluate_batch(self.state, self._on_device(batches))
                 total, tokens = total + part, tokens + valid
+                self.flags = self._agree()
+                if self.flags:
+                    return {}
             losses[f"valid_loss/{name}"] = total / max(tokens, 1)
         return losses
 

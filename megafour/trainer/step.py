@@ -57,10 +57,12 @@ class TrainState:
     """Takes the time of the pipeline's actions, in the step that is to be drawn."""
 
 
-def train_step(state: TrainState, batches: list[MicroBatch], step: int, lr: float, flag: float = 0.0,
+def train_step(state: TrainState, batches: list[MicroBatch], step: int, lr: float,
+               flag: Callable[[], float] | None = None,
                observe: Callable[[TrainState], None] | None = None) -> StepResult:
     """Train on this rank's micro-batches of the global batch. Every rank of the mesh calls it together.
 
+    `flag` is asked at the end of the passes, so that a signal in a step ends the run after it.
     `observe` sees the state while its gradients are whole and not clipped yet.
     """
     valid = count_valid_tokens(batches, state.mesh)
@@ -70,7 +72,7 @@ def train_step(state: TrainState, batches: list[MicroBatch], step: int, lr: floa
     sync_replicated(state.buckets.buckets, state.groups)
     if observe is not None:
         observe(state)
-    loss, norm, flags = sum_over_world(state, loss_part, flag)
+    loss, norm, flags = sum_over_world(state, loss_part, flag() if flag is not None else 0.0)
     norm = norm / state.scaler.scale
     finite = math.isfinite(loss) and math.isfinite(norm)
     if finite:

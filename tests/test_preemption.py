@@ -1,0 +1,130 @@
+"""Asked to stop at any time, on any one rank: all agree, save once and end well; torchrun starts a failed run again."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from megafour.checkpoint import store
+from megafour.trainer import loop
+from megafour.trainer.saving import Saver
+from tests import training
+from tests.training import losses, settings, write_corpus
+
+ROOT = Path(__file__).parent.parent
+
+
+def signalled(rank, world, values, where, number):
+    """Train; the last rank gets the signal in its third step, second batch of evaluation, or first save."""
+    owner, name, call = {"step": (loop, "train_step", 3), "evaluation": (loop, "evaluate_batch", 2),
+                         "save": (Saver, "save", 1)}[where]
+    real, calls = getattr(owner, name), []
+
+    def asked(*args, **named):
+        calls.append(name)
+        if rank == world - 1 and len(calls) == call:
+            os.kill(os.getpid(), number)
+        return real(*args, **named)
+
+    with mock.patch.object(owner, name, asked):
+        return training.train(rank, world, values), len(calls)
+
+
+@pytest.mark.parametrize(("where", "number", "parallel", "asynchronous", "step", "calls"), [
+    ("step", signal.SIGTERM, {"pp": 2}, True, 3, 3), ("evaluation", signal.SIGUSR1, {"tp": 2}, False, 2, 2),
+    ("save", signal.SIGTERM, {"dp": 2, "zero_stage": 1}, False, 4, 1),
+    ("save", signal.SIGUSR1, {"cp": 2}, True, 4, 1)])
+def test_a_signal_on_one_rank_at_any_time(pool, tmp_path, where, number, parallel, asynchronous, step, calls):
+    write_corpus(tmp_path / "corpus")
+    values = settings(tmp_path, parallel, eval={"every": 2 if where == "evaluation" else 0, "batches": 5},
+                      data={"valid": {"held": [{"path": str(tmp_path / "corpus")}]}} if where == "evaluation" else {},
+                      checkpoint={"every": 4, "asynchronous": asynchronous})
+    assert pool.run(signalled, 2, values, where, number) == [(0, calls)] * 2
+    status = json.loads((tmp_path / "run" / "status.json").read_text())
+    assert (status["state"], status["step"]) == ("preempted", step)
+    assert store.list_steps(tmp_path / "run" / "checkpoints") == [step] == [max(losses(tmp_path))]
+
+
+ONCE = """
+import os, signal, sys, unittest.mock
+import megafour.trainer.loop as loop
+from train import main
+
+real = loop.train_step
+
+def train_step(state, batches, step, *rest):
+    if step == {step} and state.mesh.rank == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        {fault}
+    return real(state, batches, step, *rest)
+
+with unittest.mock.patch.object(loop, "train_step", train_step):
+    code = main(sys.argv[1:])
+sys.exit(code)
+"""
+
+
+def launch(folder: Path, values: dict, fault: str, step: int, *options: str) -> subprocess.CompletedProcess:
+    """A run under torchrun on two ranks, whose rank 1 meets `fault` in that step."""
+    (folder / "run.yaml").write_text(json.dumps(values))
+    (folder / "faulty.py").write_text(ONCE.replace("{fault}", fault).replace("{step}", str(step)))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *options,
+               str(folder / "faulty.py"), "--config", str(folder / "run.yaml")]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240,
+                          env={**os.environ, "PYTHONPATH": str(ROOT)})
+
+
+@pytest.mark.parametrize("fault", ["os._exit(3)", "os.kill(os.getpid(), signal.SIGKILL)"])
+def test_torchrun_starts_a_failed_run_again_where_it_stopped(tmp_path, fault):
+    write_corpus(tmp_path / "corpus")
+    values = settings(tmp_path, {"pp": 2}, train={"steps": 8}, checkpoint={"every": 3})
+    ended = launch(tmp_path, values, fault, 4, "--max-restarts", "2")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert list(losses(tmp_path)) == list(range(1, 9))
+    assert "step 3, on mesh pp2" in (tmp_path / "run" / "logs" / "rank-0.log").read_text()
+    assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "finished"
+
+
+RAISES = """
+import sys, unittest.mock
+import megafour.trainer.loop, megafour.data.loader, megafour.trainer.saving
+from megafour.mesh import Launch
+from train import main
+
+owner, name = {owner}, "{name}"
+real, calls = getattr(owner, name), []
+
+def planted(*args, **named):
+    calls.append(None)
+    if len(calls) == 2 and Launch.from_environment().rank == 1:
+        raise KeyError("planted fault")
+    return real(*args, **named)
+
+with unittest.mock.patch.object(owner, name, planted):
+    code = main(sys.argv[1:])
+sys.exit(code)
+"""
+
+
+@pytest.mark.parametrize(("owner", "name"), [
+    ("megafour.data.loader.BatchLoader", "step"), ("megafour.trainer.saving.Saver", "save"),
+    ("megafour.trainer.loop", "evaluate_batch")])
+def test_an_error_of_one_rank_ends_the_job_and_is_shown(tmp_path, owner, name):
+    """E1: in a data worker, a save, an evaluation; the original error, its rank, a code that is not zero, soon."""
+    write_corpus(tmp_path / "corpus")
+    values = settings(tmp_path, {"pp": 2}, checkpoint={"every": 1}, eval={"every": 1},
+                      data={"valid": {"held": [{"path": str(tmp_path / "corpus")}]}, "workers": 1})
+    (tmp_path / "run.yaml").write_text(json.dumps(values))
+    (tmp_path / "faulty.py").write_text(RAISES.replace("{owner}", owner).replace("{name}", name))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+               str(tmp_path / "faulty.py"), "--config", str(tmp_path / "run.yaml")]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120,
+                           env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert ended.returncode == 1
+    assert "rank 1 (pp1): failed in step" in ended.stderr and "KeyError: 'planted fault'" in ended.stderr
+    status = json.loads((tmp_path / "run" / "status.json").read_text())
+    assert status["state"] == "failed" and "planted fault" in status["reason"]
