@@ -13,7 +13,7 @@ from torch import Tensor
 from megafour.comm import primitives
 from megafour.comm.group import Group
 from megafour.comm.primitives import Pending
-from megafour.parallel.context.blocks import Call, Kernel, Merged, Places, local_attention, wide
+from megafour.parallel.context.blocks import Call, Kernel, Merged, Places, add_keys, local_attention, wide
 from megafour.parallel.context.mask import Mask
 from megafour.parallel.random import AttentionDropout
 
@@ -90,9 +90,9 @@ class _AllGatherAttention(torch.autograd.Function):
         for head, keys, values in gathering.heads(k, v):
             own = slice(head * width, (head + 1) * width)
             dk, dv = (torch.zeros(keys.shape, dtype=accumulate, device=q.device) for _ in range(2))
-            _of_head(ctx.call, head, width).backward(
+            add_keys(dk, dv, _of_head(ctx.call, head, width).backward(
                 grad[:, :, own], q[:, :, own], keys, values, out[:, :, own], lse[:, own], gathering.whole,
-                dq[:, :, own], dk, dv)
+                dq[:, :, own]))
             parts.append(gathering.scatter(dk, dv))
         dkv = torch.stack([part.wait() for part in parts], 3).permute(1, 2, 0, 3, 4).to(k.dtype)
         return dq.to(q.dtype), dkv[0], dkv[1], None, None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -150,15 +150,25 @@ class Call:
                                                    dropped(self.bits, block, q_pos, k_pos)))
 
     def backward(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, source: int,
-                 dq: Tensor, dk: Tensor, dv: Tensor) -> None:
-        """Add the gradients over the keys of `source` to dq, dk and dv."""
+                 dq: Tensor) -> Iterator[KeyGradients]:
+        """Add the gradients over the keys of `source` to dq; those of the keys come block by block."""
         q_pos, k_pos = self.places.positions[self.here], self.places.positions[source]
         for block in self.places.blocks(self.mask, self.here, source):
             part_q, part_k, part_v = self.kernel.backward(grad, q, k, v, out, lse, block, self.scale,
                                                           dropped(self.bits, block, q_pos, k_pos))
             dq[block.samples, block.rows] += part_q
-            dk[block.samples, block.keys] += part_k
-            dv[block.samples, block.keys] += part_v
+            yield block, part_k, part_v
+
+
+KeyGradients = tuple[Block, Tensor, Tensor]
+"""(block, dk, dv) of the block's own keys."""
+
+
+def add_keys(dk: Tensor, dv: Tensor, parts: Iterable[KeyGradients]) -> None:
+    """Add the blocks' gradients to those of all keys."""
+    for block, part_k, part_v in parts:
+        dk[block.samples, block.keys] += part_k
+        dv[block.samples, block.keys] += part_v
 
 
 class _LocalAttention(torch.autograd.Function):
@@ -184,7 +194,7 @@ class _LocalAttention(torch.autograd.Function):
             parts = call.kernel.backward(grad, q, k, v, out, lse, block, call.scale, bits)
             return *(part.to(x.dtype) for part, x in zip(parts, (q, k, v), strict=True)), None
         dq, dk, dv = (torch.zeros(x.shape, dtype=wide(x.dtype), device=x.device) for x in (q, k, v))
-        call.backward(grad, q, k, v, out, lse, 0, dq, dk, dv)
+        add_keys(dk, dv, call.backward(grad, q, k, v, out, lse, 0, dq))
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None
 
 

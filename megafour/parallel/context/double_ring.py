@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megafour.comm.group import Group
 from megafour.comm.primitives import Pending, send_recv
-from megafour.parallel.context.blocks import Call, Kernel, Merged, Places, local_attention, wide
+from megafour.parallel.context.blocks import Call, Kernel, Merged, Places, add_keys, local_attention, wide
 from megafour.parallel.context.mask import Mask
 from megafour.parallel.random import AttentionDropout
 
@@ -110,8 +110,8 @@ class _DoubleRingAttention(torch.autograd.Function):
         for outer_step, begun in ring.rounds(packed):
             for inner_step, kv in ring.steps(begun):
                 part.zero_()
-                ctx.call.backward(grad, q, kv[0], kv[1], out, lse, ring.source(outer_step, inner_step), dq, part[0],
-                                  part[1])
+                source = ring.source(outer_step, inner_step)
+                add_keys(part[0], part[1], ctx.call.backward(grad, q, kv[0], kv[1], out, lse, source, dq))
                 inner.add(part)
             outer.add(inner.home())
         dkv = outer.home().to(q.dtype)

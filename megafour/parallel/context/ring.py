@@ -11,7 +11,16 @@ from torch import Tensor
 
 from megafour.comm.group import Group
 from megafour.comm.primitives import Pending, send_recv
-from megafour.parallel.context.blocks import Call, Kernel, Merged, Places, local_attention, wide
+from megafour.parallel.context.blocks import (
+    Call,
+    Kernel,
+    KeyGradients,
+    Merged,
+    Places,
+    add_keys,
+    local_attention,
+    wide,
+)
 from megafour.parallel.context.mask import Mask
 from megafour.parallel.random import AttentionDropout
 
@@ -99,19 +108,18 @@ def _backward(grad: Tensor, q: Tensor, packed: Tensor, out: Tensor, lse: Tensor,
     """dQ stays; dK/dV travel behind their K/V, growing on every rank, and from the last one straight home."""
     dq = torch.zeros(q.shape, dtype=wide(q.dtype), device=q.device)
     dkv = torch.zeros(packed.shape, dtype=dq.dtype, device=q.device)
-    part, arriving, home = (torch.zeros_like(dkv) for _ in range(3))
+    arriving, home = torch.empty_like(dkv), torch.empty_like(dkv)
     pending: Pending | None = None
     for step, kv in ring.travelling(packed):
-        own = step == 0
+        parts: list[KeyGradients] = []
         if kv is not None:
-            target = dkv if own else part.zero_()
-            call.backward(grad, q, kv[0], kv[1], out, lse, ring.source(step), dq, target[0], target[1])
+            parts = list(call.backward(grad, q, kv[0], kv[1], out, lse, ring.source(step), dq))
         if pending is not None:
-            pending.wait()    # for what other ranks have summed so far; this rank's part was computed meanwhile
+            pending.wait()    # for what other ranks have summed so far; this rank's parts were computed meanwhile
             if kv is not None:
                 dkv, arriving = arriving, dkv
-                dkv += part
-        if own and ring.reach[ring.group.rank] == 0:
+        add_keys(dkv[0], dkv[1], parts)
+        if step == 0 and ring.reach[ring.group.rank] == 0:
             home.copy_(dkv)
         pending = ring.hop_home(step, dkv, arriving, home)
     assert pending is not None
