@@ -196,13 +196,14 @@ _MIXED: tuple[Row, ...] = (
 def schedule_rows(*, whole: bool) -> list[Row]:
     """Every schedule at pp 2 and 4 with 1, 3, 4 and 8 micro-batches, and each with other axes and options.
 
-    Not `whole`: each (schedule, pp) and each (schedule, first three of the mixed rows) once, in turn with the numbers
-    of micro-batches.
+    Not `whole`: each (schedule, pp) and one of the mixed rows for each schedule, in turn, as with the numbers of
+    micro-batches.
     """
     counts, rows = ("1", "3", "4", "8"), []
     for number, schedule in enumerate(SCHEDULES):
         plain: list[Row] = [{"mesh": "pp2"}, {"mesh": "pp4"}]
-        for place, extra in enumerate([*plain, *(_MIXED if whole else _MIXED[:3])]):
+        mixed = _MIXED if whole else (_MIXED[number % len(_MIXED)],)
+        for place, extra in enumerate([*plain, *mixed]):
             one = counts[(number + place) % len(counts)]
             for count in counts if whole and place < len(plain) else (one,):
                 rows.append({**_PLAIN, **extra, "schedule": schedule, "micro_batches": count})

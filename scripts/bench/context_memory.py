@@ -15,7 +15,7 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 VOCAB = 256
-MODEL = "a Llama of 2 layers, hidden 64, 2 heads of 32, 1 K/V head, ffn 176, vocabulary 256"
+MODEL = "a Llama of 1 layer, hidden 64, 1 head of 32, ffn 176, vocabulary 256"
 
 
 def peak(cp: int, seq: int, threads: int) -> int:
@@ -28,11 +28,11 @@ def peak(cp: int, seq: int, threads: int) -> int:
             writer.add(np.random.default_rng(0).integers(0, VOCAB, 2 * seq + 2))
         config = {
             "run": {"name": "memory", "dir": str(work / "run"), "device": "cpu"},
-            "model": {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1,
+            "model": {"num_layers": 1, "hidden_size": 64, "num_attention_heads": 1, "head_dim": 32,
                       "ffn_hidden_size": 176, "vocab_size": VOCAB, "max_position_embeddings": seq},
             "parallel": {"cp": cp},
             "data": {"train": [{"path": str(work / "random")}], "seq_length": seq},
-            "train": {"steps": 1, "global_batch_size": 1, "micro_batch_size": 1},
+            "train": {"steps": 1, "global_batch_size": 1, "micro_batch_size": 1, "precision": "fp32"},
             "lr_schedule": {"name": "constant"},
             "checkpoint": {"every": 0, "resume": "never"},
             "logging": {"tensorboard": False},
