@@ -9,7 +9,7 @@ from megafour.cost.traffic import Traffic
 from megafour.data.batch import MicroBatch
 from megafour.mesh import Mesh
 from megafour.model.stage import layout_of
-from megafour.parallel.context.blocks import Places
+from megafour.parallel.context import places_of
 from megafour.parallel.context.mask import Masks
 from megafour.parallel.pipeline.partition import partition_layers
 from megafour.parallel.pipeline.select import pipeline_of
@@ -37,8 +37,7 @@ def _reach(config: Config, mesh: Mesh, batches: list[MicroBatch]) -> Reach | Non
     """How far keys travel, asked of the batch itself where packed documents end their way; None where none do."""
     if all(batch.document_starts is None for batch in batches) or mesh.cp == 1:
         return None
-    layout, ulysses = layout_of(config, mesh), mesh.group("ulysses").size
-    places = Places.of([layout.shared_positions(i * ulysses, ulysses) for i in range(mesh.group("ring").size)])
+    places = places_of(layout_of(config, mesh), mesh)
     masks = [Masks(batch.document_starts) for batch in batches]
     return lambda index, window: places.reach(masks[index].within(window))
 

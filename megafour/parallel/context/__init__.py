@@ -30,28 +30,28 @@ class Core(Protocol):
         ...
 
 
-def _places(layout: Layout, mesh: Mesh) -> Places:
+def places_of(layout: Layout, mesh: Mesh) -> Places:
     """What each member of the ring holds, with its ulysses ranks."""
     ulysses = mesh.group("ulysses").size
     return Places.of([layout.shared_positions(i * ulysses, ulysses) for i in range(mesh.group("ring").size)])
 
 
 def _ring(layout: Layout, mesh: Mesh, kernel: Kernel) -> Core:
-    return RingAttention(mesh.group("ring"), _places(layout, mesh), kernel)
+    return RingAttention(mesh.group("ring"), places_of(layout, mesh), kernel)
 
 
 def _double_ring(layout: Layout, mesh: Mesh, kernel: Kernel) -> Core:
-    return DoubleRingAttention(mesh.group("ring_inner"), mesh.group("ring_outer"), _places(layout, mesh), kernel)
+    return DoubleRingAttention(mesh.group("ring_inner"), mesh.group("ring_outer"), places_of(layout, mesh), kernel)
 
 
 def _ulysses(layout: Layout, mesh: Mesh, kernel: Kernel) -> Core:
     group = mesh.group("ulysses")
     rows = layout.shared_positions(mesh.group("ring").rank * group.size, group.size)
-    return UlyssesAttention(group, rows, RingAttention(mesh.group("ring"), _places(layout, mesh), kernel))
+    return UlyssesAttention(group, rows, RingAttention(mesh.group("ring"), places_of(layout, mesh), kernel))
 
 
 def _all_gather(layout: Layout, mesh: Mesh, kernel: Kernel) -> Core:
-    return AllGatherAttention(mesh.group("ring"), _places(layout, mesh), kernel)
+    return AllGatherAttention(mesh.group("ring"), places_of(layout, mesh), kernel)
 
 
 METHODS: dict[str, Callable[[Layout, Mesh, Kernel], Core]] = {

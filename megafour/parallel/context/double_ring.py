@@ -4,22 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from megafour.comm.group import Group
 from megafour.comm.primitives import Pending, send_recv
-from megafour.parallel.context.blocks import Call, Kernel, Merged, Places, add_keys, local_attention, wide
+from megafour.parallel.context.blocks import Call, Kernel, Places, add_keys, local_attention, wide
 from megafour.parallel.context.mask import Mask
+from megafour.parallel.context.ring import Compute, Ring, travelling_attention
 from megafour.parallel.random import AttentionDropout
 
 
-def hop(group: Group, sent: Tensor, received: Tensor) -> Pending:
-    """Send to the next of the group while receiving from the one before."""
-    n, r = group.size, group.rank
-    return send_recv([(sent, (r + 1) % n)], [(received, (r - 1) % n)], group)
+def circle(group: Group) -> Ring:
+    """The ring on which everything goes all the way round."""
+    return Ring(group, [group.size - 1] * group.size)
 
 
 @dataclass(frozen=True)
@@ -39,24 +38,23 @@ class DoubleRing:
         node = (self.outer.rank - outer_step) % self.outer.size
         return node * self.inner.size + (self.inner.rank - inner_step) % self.inner.size
 
-    def rounds(self, kv: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """(round, the K/V with which it begins here); those of the next round are in flight meanwhile."""
-        yield from _passing(self.outer, kv)
+    def passing(self, kv: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """(whose they are, K/V) of all that comes by; those of the next round are in flight during a whole round."""
+        for outer_step, (_, begun) in enumerate(circle(self.outer).passing(kv)):
+            for inner_step, (_, here) in enumerate(circle(self.inner).passing(begun)):
+                yield self.source(outer_step, inner_step), here
 
-    def steps(self, kv: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """(step of the inner ring, the K/V that are here at it)."""
-        yield from _passing(self.inner, kv)
-
-
-def _passing(group: Group, kv: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """What each hop brings, the next in flight meanwhile; two buffers for all hops."""
-    buffers = [torch.empty_like(kv) for _ in range(min(2, group.size - 1))]
-    for step in range(group.size):
-        pending = hop(group, kv, buffers[step % 2]) if step + 1 < group.size else None
-        yield step, kv
-        if pending is not None:
-            pending.wait()
-            kv = buffers[step % 2]
+    def key_gradients(self, kv: Tensor, compute: Compute) -> Tensor:
+        """dK/dV go round the inner ring in every round, and their sum over a node goes round the outer one."""
+        part = torch.zeros(kv.shape, dtype=wide(kv.dtype), device=kv.device)
+        inner, outer = _Summing(self.inner, part), _Summing(self.outer, part)
+        for number, (source, here) in enumerate(self.passing(kv), 1):
+            part.zero_()
+            add_keys(part[0], part[1], compute(source, here))
+            inner.add(part)
+            if number % self.inner.size == 0:
+                outer.add(inner.home())
+        return outer.home()
 
 
 class _Summing:
@@ -75,7 +73,13 @@ class _Summing:
             self.here += part
         else:
             self.here.copy_(part)
-        self.pending = hop(self.group, self.here, self.arriving) if self.group.size > 1 else Pending(None)
+        self.pending = self._hop()
+
+    def _hop(self) -> Pending:
+        n, r = self.group.size, self.group.rank
+        if n == 1:
+            return Pending(None)
+        return send_recv([(self.here, (r + 1) % n)], [(self.arriving, (r - 1) % n)], self.group)
 
     def home(self) -> Tensor:
         """This rank's own sum, complete; ready for the next round."""
@@ -83,39 +87,6 @@ class _Summing:
         self.pending.wait()
         self.pending = None
         return self.arriving if self.group.size > 1 else self.here
-
-
-class _DoubleRingAttention(torch.autograd.Function):
-    """K and V are kept packed, as they travel."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: DoubleRing, call: Call) -> Tensor:
-        packed, merged = torch.stack([k, v]), Merged(q)
-        for outer_step, begun in ring.rounds(packed):
-            for inner_step, kv in ring.steps(begun):
-                call.forward(merged, kv[0], kv[1], ring.source(outer_step, inner_step))
-        out, lse = merged.result()
-        ctx.save_for_backward(q, packed, out, lse)
-        ctx.ring, ctx.call = ring, call
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        """dK/dV go round the inner ring in every round, and their sum over a node goes round the outer one."""
-        q, packed, out, lse = ctx.saved_tensors
-        ring: DoubleRing = ctx.ring
-        dq = torch.zeros(q.shape, dtype=wide(q.dtype), device=q.device)
-        part = torch.zeros(packed.shape, dtype=dq.dtype, device=q.device)
-        inner, outer = _Summing(ring.inner, part), _Summing(ring.outer, part)
-        for outer_step, begun in ring.rounds(packed):
-            for inner_step, kv in ring.steps(begun):
-                part.zero_()
-                source = ring.source(outer_step, inner_step)
-                add_keys(part[0], part[1], ctx.call.backward(grad, q, kv[0], kv[1], out, lse, source, dq))
-                inner.add(part)
-            outer.add(inner.home())
-        dkv = outer.home().to(q.dtype)
-        return dq.to(q.dtype), dkv[0], dkv[1], None, None
 
 
 @dataclass(frozen=True)
@@ -134,4 +105,4 @@ class DoubleRingAttention:
         call = Call(self.kernel, self.places, ring.source(0, 0), mask, scale, dropout)
         if len(self.places.positions) == 1:
             return local_attention(q, k, v, call)
-        return _DoubleRingAttention.apply(q, k, v, ring, call)
+        return travelling_attention(q, k, v, ring, call)

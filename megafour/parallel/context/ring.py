@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -82,49 +82,76 @@ class Ring:
                 kv = buffers[step % 2]
 
 
-class _RingAttention(torch.autograd.Function):
+    def passing(self, kv: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """(whose they are, K/V) of all that comes by."""
+        for step, here in self.travelling(kv):
+            if here is not None:
+                yield self.source(step), here
+
+    def key_gradients(self, kv: Tensor, compute: Compute) -> Tensor:
+        """dK/dV travel behind their K/V, growing on every rank, and from the last one straight home."""
+        dkv = torch.zeros(kv.shape, dtype=wide(kv.dtype), device=kv.device)
+        arriving, home = torch.empty_like(dkv), torch.empty_like(dkv)
+        pending: Pending | None = None
+        for step, here in self.travelling(kv):
+            parts = [] if here is None else list(compute(self.source(step), here))
+            if pending is not None:
+                pending.wait()    # for what others have summed so far; this rank's parts were computed meanwhile
+                if here is not None:
+                    dkv, arriving = arriving, dkv
+            add_keys(dkv[0], dkv[1], parts)
+            if step == 0 and self.reach[self.group.rank] == 0:
+                home.copy_(dkv)
+            pending = self.hop_home(step, dkv, arriving, home)
+        assert pending is not None
+        pending.wait()
+        return home
+
+
+Compute = Callable[[int, Tensor], Iterator[KeyGradients]]
+"""(source, its K/V) -> the gradients of its keys, block by block; those of the local queries are added up besides."""
+
+
+class Way(Protocol):
+    """How packed K/V `[2, b, s, kv_heads, d]` reach every rank that sees them, and their gradients come home."""
+
+    def passing(self, kv: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """(whose they are, K/V) of all that comes by, the rank's own first."""
+        ...
+
+    def key_gradients(self, kv: Tensor, compute: Compute) -> Tensor:
+        """The sum over ranks of the gradients of this rank's own keys, like kv in fp32 (fp64)."""
+        ...
+
+
+class _Travelling(torch.autograd.Function):
     """Two or more ranks. K and V are kept packed, as they travel: one tensor, one transfer a hop."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: Ring, call: Call) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, way: Way, call: Call) -> Tensor:
         packed, merged = torch.stack([k, v]), Merged(q)
-        for step, kv in ring.travelling(packed):
-            if kv is not None:
-                call.forward(merged, kv[0], kv[1], ring.source(step))
+        for source, kv in way.passing(packed):
+            call.forward(merged, kv[0], kv[1], source)
         out, lse = merged.result()
         ctx.save_for_backward(q, packed, out, lse)
-        ctx.ring, ctx.call = ring, call
+        ctx.way, ctx.call = way, call
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         q, packed, out, lse = ctx.saved_tensors
-        dq, dkv = _backward(grad, q, packed, out, lse, ctx.ring, ctx.call)
-        return dq, dkv[0], dkv[1], None, None
+        dq = torch.zeros(q.shape, dtype=wide(q.dtype), device=q.device)
+
+        def compute(source: int, kv: Tensor) -> Iterator[KeyGradients]:
+            return ctx.call.backward(grad, q, kv[0], kv[1], out, lse, source, dq)
+
+        dkv = ctx.way.key_gradients(packed, compute).to(q.dtype)
+        return dq.to(q.dtype), dkv[0], dkv[1], None, None
 
 
-def _backward(grad: Tensor, q: Tensor, packed: Tensor, out: Tensor, lse: Tensor, ring: Ring,
-              call: Call) -> tuple[Tensor, Tensor]:
-    """dQ stays; dK/dV travel behind their K/V, growing on every rank, and from the last one straight home."""
-    dq = torch.zeros(q.shape, dtype=wide(q.dtype), device=q.device)
-    dkv = torch.zeros(packed.shape, dtype=dq.dtype, device=q.device)
-    arriving, home = torch.empty_like(dkv), torch.empty_like(dkv)
-    pending: Pending | None = None
-    for step, kv in ring.travelling(packed):
-        parts: list[KeyGradients] = []
-        if kv is not None:
-            parts = list(call.backward(grad, q, kv[0], kv[1], out, lse, ring.source(step), dq))
-        if pending is not None:
-            pending.wait()    # for what other ranks have summed so far; this rank's parts were computed meanwhile
-            if kv is not None:
-                dkv, arriving = arriving, dkv
-        add_keys(dkv[0], dkv[1], parts)
-        if step == 0 and ring.reach[ring.group.rank] == 0:
-            home.copy_(dkv)
-        pending = ring.hop_home(step, dkv, arriving, home)
-    assert pending is not None
-    pending.wait()
-    return dq.to(q.dtype), home.to(q.dtype)
+def travelling_attention(q: Tensor, k: Tensor, v: Tensor, way: Way, call: Call) -> Tensor:
+    """Attention whose queries stay and whose keys come by: q, k, v `[b, s, heads, d]` -> `[b, s, heads, d]`."""
+    return _Travelling.apply(q, k, v, way, call)
 
 
 @dataclass(frozen=True)
@@ -141,4 +168,4 @@ class RingAttention:
         call = Call(self.kernel, self.places, self.group.rank, mask, scale, dropout)
         if self.group.size == 1:
             return local_attention(q, k, v, call)
-        return _RingAttention.apply(q, k, v, Ring(self.group, self.places.reach(mask)), call)
+        return travelling_attention(q, k, v, Ring(self.group, self.places.reach(mask)), call)
