@@ -3,6 +3,7 @@
 import pytest
 
 from megafour.cli import main as cli
+from megafour.config import errors
 from megafour.config.errors import ConfigError
 
 
@@ -51,13 +52,13 @@ def test_a_bug_keeps_its_traceback(verb):
 
 
 @pytest.mark.parametrize("argv", [["try", "--n", "x"], ["nonsense"], []])
-@pytest.mark.parametrize("local_rank, waits", [("0", []), ("3", [cli.REFUSAL_WAIT])])
+@pytest.mark.parametrize("local_rank, waits", [("0", []), ("3", [errors.REFUSAL_WAIT])])
 def test_a_wrong_argument_is_one_line_and_exit_2(verb, capsys, monkeypatch, argv, local_rank, waits):
     """Under torchrun local rank 0 says it first: the others would end the job with their exit."""
     verb(0)
     waited: list[float] = []
     monkeypatch.setenv("LOCAL_RANK", local_rank)
-    monkeypatch.setattr(cli.time, "sleep", waited.append)
+    monkeypatch.setattr(errors.time, "sleep", waited.append)
     with pytest.raises(SystemExit) as ended:
         cli.main(argv)
     err = capsys.readouterr().err

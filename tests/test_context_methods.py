@@ -55,7 +55,7 @@ def core_of(method, layout, mesh, dtype, dropout=False, fp32_blocks=False, name=
     return METHODS[method](layout, mesh, Kernel(select_attention(name, "cpu", dtype, dropout), fp32_blocks))
 
 
-def deviations(rank, world, method, layouts, cases, seq=32, name="auto"):
+def deviations(rank, world, method, layouts, cases, seq=32, name="auto", fp32_blocks=False):
     """Worst deviation of this rank's tokens from dense attention in fp64, for each layout and case."""
     mesh = Mesh.build(cp=world, **DEGREES.get(method, lambda cp: {})(world))
     found = {}
@@ -67,7 +67,8 @@ def deviations(rank, world, method, layouts, cases, seq=32, name="auto"):
             bits = AttentionDropout(0.3, key=5, seq_length=seq, sample_ids=torch.tensor([2, 9]), first_head=0,
                                     num_heads=heads) if dropout else None
             mask, tensors = mask_of(window, documents, seq), inputs(seq, heads, kv_heads, dtype)
-            got = run(core_of(method, layout, mesh, dtype, dropout, name=name), tensors, here, mask, bits)
+            core = core_of(method, layout, mesh, dtype, dropout, fp32_blocks, name)
+            got = run(core, tensors, here, mask, bits)
             whole = [x.double() for x in tensors]
             want = run(dense_attention, whole, slice(None), mask, bits)
             found[kind, case] = max(((a.double() - b[:, here]).abs().max() / b.abs().max()).item()
@@ -109,6 +110,14 @@ def test_low_precision_accumulates_in_fp32(pool, name):
     for found in pool.run(deviations, 4, "ring", ["zigzag"], cases, 64, name):
         fp32, bf16 = found.values()
         assert fp32 < 2e-6 and bf16 < 0.03
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_blocks_in_fp32_are_rounded_once_at_the_end(pool, method):
+    """bf16 keeps 8 bits: half a unit of the last is 2^-9 of a value, and of the largest one at most."""
+    for found in pool.run(deviations, 4, method, LAYOUTS, [(8, 2, 11, "uneven", False, torch.bfloat16)], 32, "auto",
+                          True):
+        assert max(found.values()) < 0.01, found
 
 
 # --- one document does not touch another ---------------------------------------------------------------------------

@@ -51,6 +51,23 @@ def test_resumes_on_another_mesh(pool, folder, uninterrupted, first, second) -> 
         assert abs(got[step] - loss) <= 1e-9 * loss, step
 
 
+def test_resumes_across_schedules_virtual_stages_and_methods(pool, tmp_path) -> None:
+    """A tied embedding on one rank of a V goes on as two copies on a loop; packed documents, ring to Ulysses."""
+    first = {"pp": 2, "cp": 2, "pipeline": {"schedule": "zb_v"}}
+    second = {"pp": 2, "cp": 2, "context": {"method": "ulysses", "layout": "striped"},
+              "pipeline": {"schedule": "interleaved_1f1b", "virtual_stages": 2}}
+    more = {"model": {"tie_embeddings": True}, "data": {"document_mask": True}}
+    for name in ("whole", "moved"):
+        (tmp_path / name).mkdir()
+        write_corpus(tmp_path / name / "corpus")
+    assert pool.run(training.train, 1, settings(tmp_path / "whole", {"dp": 1}, **more)) == [0]
+    assert set(pool.run(training.train, 4, settings(tmp_path / "moved", first, **more), 8)) == {-9}
+    assert set(pool.run(training.train, 4, settings(tmp_path / "moved", second, **more))) == {0}
+    whole, moved = losses(tmp_path / "whole"), losses(tmp_path / "moved")
+    assert sorted(moved) == list(range(1, 13))
+    assert all(abs(moved[step] - loss) <= 1e-9 * loss for step, loss in whole.items())
+
+
 @pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16", "fp16"])
 def test_resumes_bit_equal_on_the_same_mesh(pool, tmp_path, precision) -> None:
     mesh, runs = {"dp": 2, "tp": 2, "zero_stage": 1}, []
@@ -182,7 +199,9 @@ def test_recompute_changes_no_bit(pool, tmp_path, parallel) -> None:
     assert len(seen[0]) == 10 and seen[0] == seen[1] == seen[2]
 
 
-@pytest.mark.parametrize("parallel", [{"dp": 1}, {"dp": 2, "pp": 2, "tp": 2}, {"cp": 2}])
+@pytest.mark.parametrize("parallel", [
+    {"dp": 1}, {"dp": 2, "pp": 2, "tp": 2}, {"cp": 2},
+    {"pp": 2, "pipeline": {"schedule": "interleaved_1f1b", "virtual_stages": 2}}])
 def test_evaluation_changes_nothing(pool, tmp_path, parallel) -> None:
     """Training losses are bit-equal with and without it; the validation loss is the same on every mesh."""
     runs = []

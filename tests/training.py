@@ -9,13 +9,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from megafour.config import errors
 from megafour.config.load import config_from
 from megafour.config.rules import resolve
 from megafour.data.dataset import build_datasets
 from megafour.data.description import tokenizer_info
 from megafour.data.indexed import IndexedWriter
 from megafour.mesh import Launch
-from megafour.trainer import loop, main
+from megafour.trainer import loop
 from megafour.trainer.main import train_on
 from megafour.trainer.setup import build_mesh
 
@@ -48,7 +49,7 @@ def train(rank: int, world: int, values: dict[str, Any], die_after: int | None =
     """Run to the end on this rank; `die_after` raises once that many steps are done, as a kill would."""
     config = resolve(config_from(values), world)
     datasets = build_datasets(config, tokenizer_info(config))
-    original, main.REFUSAL_WAIT = loop.train_step, 0.5    # no launcher here whose line would be lost
+    original, errors.REFUSAL_WAIT = loop.train_step, 0.5    # no launcher here whose line would be lost
     if die_after is not None:
         def dying(state: Any, batches: Any, step: int, *rest: Any, **named: Any) -> Any:
             if step >= die_after:

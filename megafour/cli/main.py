@@ -7,20 +7,16 @@ import importlib
 import os
 import pkgutil
 import sys
-import time
 from collections.abc import Sequence
 from typing import NoReturn
 
 import megafour
 import megafour.cli
+from megafour.config.errors import say_error
 
 EXIT_CODES = {"ConfigError": 2, "DataError": 1, "CheckpointError": 1}
 """Failures that a user can mend: shown as one `error:` line, without a traceback. Known by name, so that a verb that
 reads no checkpoint imports no torch just to name its error."""
-
-REFUSAL_WAIT = 20.0
-"""Seconds for which ranks other than local rank 0 wait before they say an error themselves."""
-
 
 class Parser(argparse.ArgumentParser):
     """An argument parser whose complaint is one line, said once under torchrun."""
@@ -38,14 +34,8 @@ def verbs() -> list[str]:
 
 
 def complain(message: str) -> None:
-    """Print one `error:` line to stderr, under torchrun once a node.
-
-    torchrun ends all ranks as soon as one exits, so the others wait: local rank 0 must have said its line by then. One
-    that is still here afterwards is alone with its error, and says it.
-    """
-    if os.environ.get("LOCAL_RANK", "0") != "0":
-        time.sleep(REFUSAL_WAIT)
-    print("error: " + " ".join(message.split()), file=sys.stderr, flush=True)
+    """Say an error in one line, under torchrun once a node."""
+    say_error(" ".join(message.split()), int(os.environ.get("LOCAL_RANK", "0")))
 
 
 def exit_code(error: BaseException) -> int | None:

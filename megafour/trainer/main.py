@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
-import time
 import traceback
 from collections.abc import Collection
 
@@ -14,7 +12,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from megafour.checkpoint import folder as checkpoints
 from megafour.checkpoint.errors import CheckpointError
 from megafour.config.describe import describe
-from megafour.config.errors import ConfigError
+from megafour.config.errors import ConfigError, say_error
 from megafour.config.load import load_config
 from megafour.config.rules import resolve, smallest_world
 from megafour.config.schema import Config
@@ -34,24 +32,16 @@ from megafour.trainer.setup import build_mesh, build_state, choose_device
 from megafour.trainer.signals import StopRequest
 from megafour.trainer.starting import check_start, start_from
 
-REFUSAL_WAIT = 20.0
-"""Seconds for which ranks other than local rank 0 wait before they say an error themselves."""
-
 
 def refuse(error: Exception, launch: Launch, code: int) -> int:
-    """Say the one line, once a node, and return the exit code.
-
-    torchrun ends all ranks as soon as one exits, so the others wait: local rank 0 must have said its line by then. One
-    that is still here afterwards is alone with its error, and says it.
-    """
-    if launch.local_rank != 0:
-        time.sleep(REFUSAL_WAIT)
-    return say_refusal(error, code)
+    """Say the one line, once a node, and return the exit code."""
+    say_error(str(error), launch.local_rank)
+    return code
 
 
 def say_refusal(error: Exception, code: int) -> int:
-    """The one line; returns the exit code."""
-    print(f"error: {error}", file=sys.stderr, flush=True)
+    """The one line, at once, of a rank that alone has met the error; returns the exit code."""
+    say_error(str(error))
     return code
 
 

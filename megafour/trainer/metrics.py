@@ -29,7 +29,7 @@ class Metrics:
             log: the rank's log; its `console` says whether this rank is the writer.
             start_step: the step that training goes on from.
         """
-        self._log, self._config = log, config
+        self._log = log
         self._total, self._every = int(config.train.steps or 0), config.logging.every
         self._seconds: float | None = None
         self._trackers: list[Tracker] = []
