@@ -57,7 +57,8 @@ def stages_of(table, rank, deferral, seconds, kept=lambda x: None):
     weights = []
     for _ in held:
         weight = torch.nn.Parameter(torch.eye(6, dtype=torch.float64) * 0.9)
-        attach_main_grad(weight, torch.zeros(6, 6, dtype=torch.float64), lambda p: None, deferral)
+        grad = torch.zeros(6, 6, dtype=torch.float64)
+        attach_main_grad(weight, lambda grad=grad: grad, lambda p: None, deferral)
         weights.append(weight)
 
     def forward_of(stage, weight):

@@ -185,7 +185,6 @@ def skipped_step(rank, world, config):
 def with_small_parts(rank, world, config):
     small = 4096
     with (mock.patch("megafour.cost.parameters.BUCKET_BYTES", small), mock.patch(
-            "megafour.parallel.data.buckets.BUCKET_BYTES", small), mock.patch(
             "megafour.parallel.tensor.cross_entropy.chunk_tokens", lambda rows: 24), mock.patch(
             "megafour.trainer.traffic.chunk_tokens", lambda rows: 24)):
         return whole_step(rank, world, config)

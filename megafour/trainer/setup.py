@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
+from megafour.comm.group import Group, solo
 from megafour.config.errors import ConfigError
 from megafour.config.schema import Config
 from megafour.kernels.attention import select_attention
 from megafour.mesh import Launch, Mesh
-from megafour.model.stage import DTYPES, build_stage, initialize
+from megafour.model.stage import DTYPES, build_stage, initialize_parameter
 from megafour.optim.optimizer import ShardedOptimizer
 from megafour.parallel.context import Core
 from megafour.parallel.data.buckets import GradientBuckets
@@ -48,13 +51,23 @@ def build_mesh(config: Config, device: torch.device, *, ledger: bool | None = No
                       order=p.order, device=device, ledger=Ledger() if counting else None)
 
 
+def sharing_groups(config: Config, mesh: Mesh) -> tuple[Group, Group]:
+    """(ranks that share one copy of what ZeRO shards, ranks that hold the same share): together dp×cp."""
+    if config.parallel.zero_stage == 0:
+        return solo("shard", mesh.rank), mesh.group("dp_cp")
+    return mesh.group("dp_cp"), solo("replicas", mesh.rank)
+
+
 def build_state(config: Config, mesh: Mesh, vocab_size: int, *, attention: Core | None = None) -> TrainState:
     """Stage, buckets, optimizer and pipeline of this rank, with initial weights from run.seed."""
-    stage = build_stage(config, mesh, vocab_size, attention=attention)
+    shard, replicas = sharing_groups(config, mesh)
+    whole = config.parallel.zero_stage < 3 or shard.size == 1
+    stage = build_stage(config, mesh, vocab_size, attention=attention, weights=None if whole else torch.device("meta"))
     precision = DTYPES[config.train.precision]
-    buckets = GradientBuckets(stage.parameters(), mesh.group("dp_cp"), zero_stage=config.parallel.zero_stage,
-                              accumulate=torch.promote_types(precision, torch.float32))
-    initialize(stage, config.run.seed)
+    buckets = GradientBuckets(stage.parameters(), shard, replicas=replicas, zero_stage=config.parallel.zero_stage,
+                              accumulate=torch.promote_types(precision, torch.float32), units=stage.units(),
+                              device=mesh.device)
+    buckets.fill(partial(initialize_parameter, seed=config.run.seed))
     optimizer = ShardedOptimizer(config.optimizer, buckets)
     groups = {"tp": mesh.group("tp"), "kv": mesh.kv_replicas(config.model.kv_heads),
               "embedding": mesh.group("embedding")}
