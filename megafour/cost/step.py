@@ -93,7 +93,8 @@ class StepTraffic:
     @property
     def shares(self) -> int:
         """Into how many shares ZeRO cuts what it shards."""
-        return self.sharers if self.config.parallel.zero_stage else 1
+        parallel = self.config.parallel
+        return (parallel.zero_size or self.sharers) if parallel.zero_stage else 1
 
     @property
     def zero_stage(self) -> int:
@@ -197,5 +198,5 @@ class StepTraffic:
         out += traffic.pipeline(sent, self.place.pp, self.stages.rank_of, m)
         flat = self.buckets()
         return (out + self.sync(flat) + traffic.data_parallel(
-            [b.numel for b in flat], self.sharers, zero_stage=parallel.zero_stage, element=self.element,
-            updated=updated))
+            [(b.numel, b.gathers) for b in flat], self.sharers, zero_stage=self.zero_stage, shares=self.shares,
+            element=self.element, micro_batches=m, updated=updated))

@@ -48,14 +48,14 @@ def build_mesh(config: Config, device: torch.device, *, ledger: bool | None = No
     counting = config.logging.traffic if ledger is None else ledger
     ulysses = int(p.context.ulysses) if p.context.ulysses != "auto" else 1
     return Mesh.build(dp=int(p.dp), pp=p.pp, tp=p.tp, cp=p.cp, ulysses=ulysses, inner_ring=p.context.inner_ring or 1,
-                      order=p.order, device=device, ledger=Ledger() if counting else None)
+                      zero_size=p.zero_size, order=p.order, device=device, ledger=Ledger() if counting else None)
 
 
 def sharing_groups(config: Config, mesh: Mesh) -> tuple[Group, Group]:
     """(ranks that share one copy of what ZeRO shards, ranks that hold the same share): together dp×cp."""
     if config.parallel.zero_stage == 0:
         return solo("shard", mesh.rank), mesh.group("dp_cp")
-    return mesh.group("dp_cp"), solo("replicas", mesh.rank)
+    return mesh.group("shard"), mesh.group("replicas")
 
 
 def build_state(config: Config, mesh: Mesh, vocab_size: int, *, attention: Core | None = None) -> TrainState:
