@@ -178,6 +178,53 @@ def test_what_is_not_finite_is_named(pool, stage):
     assert {said.split(" on ")[0] for _, _, said, *_ in results} == {"gradient of norm.weight"}
 
 
+def gathered(rank, world, config):
+    """Per action that reads weights: (bytes whole at once, whether they were on their way when asked for)."""
+    from megafour.parallel.data.gathering import Gathering
+
+    mesh = build_mesh(config, torch.device("cpu"), ledger=False)
+    whole, asked = [], []
+    acquire, allocate = Gathering.acquire, Gathering.allocate
+
+    def watched(self, bucket):
+        allocate(self, bucket)
+        whole.append(sum(b.weights.untyped_storage().nbytes() for b in state.buckets.buckets) if state else 0)
+
+    def noted(self, buckets):
+        asked.append(all(b.holders or b.flying is not None for b in buckets))
+        acquire(self, buckets)
+
+    state = None
+    with mock.patch.object(Gathering, "allocate", watched), mock.patch.object(Gathering, "acquire", noted):
+        state = build_state(config, mesh, VOCAB)
+        whole.clear()
+        batches = toy_batches(config, config, VOCAB, 0, "all", dp_rank=mesh.group("dp").rank,
+                              positions=state.stage.build.positions)
+        train_step(state, batches, 0, 1e-3)
+    sizes = {}
+    for bucket in state.buckets.buckets:
+        unit = next(i for i, u in enumerate(state.stage.units()) if bucket.params[0] in set(u.module.parameters()))
+        sizes[unit] = sizes.get(unit, 0) + bucket.weights.numel() * bucket.weights.element_size()
+    return max(whole), sorted(sizes.values()), asked, len(state.stage.units())
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_zero_3_has_two_units_whole_at_most_and_the_next_one_on_its_way(pool, recompute):
+    config = config_for("3", **{"model.tie_embeddings": False, "train.recompute": recompute})
+    for most, sizes, asked, units in pool.run(gathered, 2, config):
+        assert most <= sum(sizes[-2:]) < sum(sizes) / 2
+        # Per micro-batch each unit is asked for forwards, and each but the embedding backwards: all but the first of a
+        # forward, and of a backward the head's norm, are under way by then.
+        assert len(asked) == 3 * (2 * units - 1) and asked.count(False) == 3 * 2
+
+
+def test_rounded_to_bf16_it_is_zero_1(pool):
+    for stage in ("1", "2", "3"):
+        row = {**next(row for row in WHOLE if row["mesh"] == "dp2-tp2"), "zero_stage": stage}
+        outcome = check(pool, option_case(config_from({}), row, 2, "bf16"), 2, precision="bf16")
+        assert outcome.passed, (stage, outcome)
+
+
 def test_hybrid_groups_are_neighbours_and_strides():
     seen = [Mesh.build(dp=4, tp=2, cp=2, zero_size=4, rank=rank) for rank in range(16)]
     assert seen[5].group("shard").ranks == (1, 3, 5, 7) and seen[5].group("replicas").ranks == (5, 13)

@@ -96,7 +96,7 @@ def logical_tensors(state: TrainState, *, optimizer: bool = True) -> list[Logica
     for kind, bucket, flat in state.optimizer.flat_states():
         if kind != "weights" and not optimizer:
             continue
-        for name, shape, primary, parts in _parts(bucket, flat):
+        for name, shape, primary, parts in shard_parts(bucket, flat):
             key = f"{kind}/{name}"
             if key in found:
                 found[key].parts.extend(parts)
@@ -105,7 +105,7 @@ def logical_tensors(state: TrainState, *, optimizer: bool = True) -> list[Logica
     return list(found.values())
 
 
-def _parts(bucket: Bucket, flat: torch.Tensor) -> Iterator[tuple[str, tuple[int, ...], bool, list[Any]]]:
+def shard_parts(bucket: Bucket, flat: torch.Tensor) -> Iterator[tuple[str, tuple[int, ...], bool, list[Any]]]:
     """(name, logical shape, counted, rectangles) of each piece that the flat shard holds something of."""
     for param, piece, a, b in bucket.shard_ranges():
         start, _ = piece.flat_range(tuple(param.shape))

@@ -28,8 +28,8 @@ class GradientBuckets:
     """
 
     def __init__(self, params: Iterable[nn.Parameter], group: Group, *, zero_stage: int, accumulate: torch.dtype,
-                 replicas: Group | None = None, units: Sequence[Unit] = (),
-                 device: torch.device | None = None) -> None:
+                 replicas: Group | None = None, units: Sequence[Unit] = (), device: torch.device | None = None,
+                 trained: bool = True) -> None:
         """Move the parameters into flat buckets.
 
         Args:
@@ -39,6 +39,7 @@ class GradientBuckets:
             accumulate: dtype of gradients.
             units: what ZeRO 2 and 3 reduce and gather together.
             device: of parameters on `meta`.
+            trained: False has no gradients, for inference.
         """
         self.group, self.replicas = group, replicas or solo("replicas")
         self.zero_stage = zero_stage if group.size > 1 else 0
@@ -48,11 +49,12 @@ class GradientBuckets:
         ordered = list(params)
         known = described(ordered, units)
         wide = torch.empty((), dtype=accumulate).element_size()
+        self._trained = trained
         self.buckets = [self._flatten([ordered[i] for i in chosen], known[chosen[0]].chunk, accumulate, device)
                         for chosen in plan(known, wide, self.zero_stage)]
         self._reduction = Reduction(self.buckets, self.group, self.replicas, each=self.zero_stage >= 2)
         for bucket in self.buckets:
-            for param in bucket.params:
+            for param in bucket.params if trained else ():
                 attach_main_grad(param, partial(bucket.grad_of, param), self._reduction.ready, self.deferral)
         if self._gathering is not None:
             hook_units(self._gathering, units, {p: b for b in self.buckets for p in b.params})
@@ -79,7 +81,7 @@ class GradientBuckets:
             weight_shard = torch.zeros_like(weight_shard) if meta else weight_shard.clone()
             weights.untyped_storage().resize_(0)
         kept = share if self.zero_stage >= 2 else total
-        grads = torch.zeros(kept, dtype=accumulate, device=device)
+        grads = torch.zeros(kept if self._trained else 0, dtype=accumulate, device=device)
         whole, grad_shard = (grads, grads[shard]) if self.zero_stage < 2 else (None, grads)
         return Bucket(params, uses_decay(params[0]), chunk, starts, shard, weights, weight_shard, whole, grad_shard)
 
