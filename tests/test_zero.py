@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from megafour.config.load import config_from
+from megafour.cost.memory import transient_bytes
 from megafour.mesh import Mesh
 from megafour.trainer.diagnose import not_finite, parameter_norms
 from megafour.trainer.setup import build_mesh, build_state
@@ -179,11 +180,13 @@ def test_what_is_not_finite_is_named(pool, stage):
 
 
 def gathered(rank, world, config):
-    """Per action that reads weights: (bytes whole at once, whether they were on their way when asked for)."""
+    """(most bytes of weights, and of gradients, whole at once; of each unit's weights; whether weights were on their
+    way when they were asked for; units)."""
+    from megafour.parallel.data.bucket import Bucket
     from megafour.parallel.data.gathering import Gathering
 
     mesh = build_mesh(config, torch.device("cpu"), ledger=False)
-    whole, asked = [], []
+    whole, asked, filling = [], [], []
     acquire, allocate = Gathering.acquire, Gathering.allocate
 
     def watched(self, bucket):
@@ -194,8 +197,17 @@ def gathered(rank, world, config):
         asked.append(all(b.holders or b.flying is not None for b in buckets))
         acquire(self, buckets)
 
-    state = None
-    with mock.patch.object(Gathering, "allocate", watched), mock.patch.object(Gathering, "acquire", noted):
+    def made(self):
+        grads = whole_grads(self)
+        flying = [tensor for _, pending in state.buckets._reduction._flying
+                  for tensor in (*pending._keep, pending._result)]
+        here = [b.grads for b in state.buckets.buckets if b.grads is not None]
+        filling.append(sum(t.untyped_storage().nbytes() for t in (*here, *flying)))
+        return grads
+
+    state, whole_grads = None, Bucket.whole_grads
+    with (mock.patch.object(Gathering, "allocate", watched), mock.patch.object(Gathering, "acquire", noted),
+          mock.patch.object(Bucket, "whole_grads", made)):
         state = build_state(config, mesh, VOCAB)
         whole.clear()
         batches = toy_batches(config, config, VOCAB, 0, "all", dp_rank=mesh.group("dp").rank,
@@ -205,14 +217,15 @@ def gathered(rank, world, config):
     for bucket in state.buckets.buckets:
         unit = next(i for i, u in enumerate(state.stage.units()) if bucket.params[0] in set(u.module.parameters()))
         sizes[unit] = sizes.get(unit, 0) + bucket.weights.numel() * bucket.weights.element_size()
-    return max(whole), sorted(sizes.values()), asked, len(state.stage.units())
+    return max(whole), max(filling), sorted(sizes.values()), asked, len(state.stage.units())
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_zero_3_has_two_units_whole_at_most_and_the_next_one_on_its_way(pool, recompute):
     config = config_for("3", **{"model.tie_embeddings": False, "train.recompute": recompute})
-    for most, sizes, asked, units in pool.run(gathered, 2, config):
+    for most, filling, sizes, asked, units in pool.run(gathered, 2, config):
         assert most <= sum(sizes[-2:]) < sum(sizes) / 2
+        assert most + filling <= transient_bytes(sizes[-1] // 8, zero_stage=3, shares=2, element=8)
         # Per micro-batch each unit is asked for forwards, and each but the embedding backwards: all but the first of a
         # forward, and of a backward the head's norm, are under way by then.
         assert len(asked) == 3 * (2 * units - 1) and asked.count(False) == 3 * 2

@@ -44,19 +44,20 @@ def state_bytes(elements: int, *, zero_stage: int, shares: int, element: int, mo
                       masters=kept(1) * wide if element < wide else 0, moments=kept(1) * wide * moments)
 
 
-def transient_bytes(unit: int, bucket: int, *, zero_stage: int, element: int, in_flight: int = 2) -> int:
-    """At most, beside that, while a step runs: what ZeRO 2 and 3 make whole for a while.
+def transient_bytes(unit: int, *, zero_stage: int, shares: int, element: int, in_flight: int = 2) -> int:
+    """What ZeRO 2 and 3 make whole for a while within a step, at most, beside what is kept.
 
-    ZeRO 2 has one bucket of gradients that fills and `in_flight` whose sums are under way, with the shares that arrive.
-    Buckets of ZeRO 3 are units; the weights of two are whole, the one that computes and the one that is gathered.
+    Gradients of what fills, of `in_flight` sums that are under way, and their shares that arrive; under ZeRO 3 also the
+    weights of the unit that computes and of the one that is gathered. A tied embedding on one rank adds its matrix,
+    whose gradient is whole from the head's backward to the look-up's; schedules that put weight gradients off add what
+    waits.
 
     Args:
-        unit: elements of the largest block, embedding or head.
-        bucket: elements of the largest bucket.
-        zero_stage, element: as above.
+        unit: elements of the largest block, embedding or head; under ZeRO 2 of the largest bucket and all vectors.
+        zero_stage, shares, element: as above.
         in_flight: reductions under way.
     """
     if zero_stage < 2:
         return 0
-    whole = (1 + in_flight) * bucket * max(4, element)
-    return whole + (2 * unit * element if zero_stage == 3 else 0)
+    gradients = (1 + in_flight) * unit + in_flight * (unit // shares)
+    return gradients * max(4, element) + (2 * unit * element if zero_stage == 3 else 0)

@@ -19,7 +19,7 @@ class Gathering:
     """Fills and empties the storage of flat weights; the parameters stay views of it all the while.
 
     Autograd's saved tensors are such views too: they see the weights again once those are gathered for the backward
-    (as in torch's FSDP, Zhao et al. 2023, section 4.3). Their version counters are not those of the flat weights, so
+    (as in torch's FSDP, Zhao et al. 2023). Their version counters are not those of the flat weights, so
     that a gather, which only brings the same values back, outdates nothing.
     """
 
