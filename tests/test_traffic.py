@@ -172,9 +172,10 @@ def test_a_whole_step(pool, name):
     assert all(got for got, _ in results)
 
 
-def test_a_step_in_several_buckets_and_chunks(pool):
+@pytest.mark.parametrize("zero_stage", [1, 2])
+def test_a_step_in_several_buckets_and_chunks(pool, zero_stage):
     """Several buckets, and shards that begin inside of synced pieces."""
-    config, world = config_of(GPT2, pp=2, tp=2, dp=2)
+    config, world = config_of(GPT2, pp=2, tp=2, dp=2, zero_stage=zero_stage)
     same(pool.run(with_small_parts, world, config))
 
 

@@ -51,6 +51,21 @@ def test_the_walk_is_what_it_says():
     assert all(parse_mesh(r["mesh"]).dp * parse_mesh(r["mesh"]).cp >= 4 for r in WHOLE if ":" in r["zero_stage"])
 
 
+@contextmanager
+def small_buckets():
+    """So many buckets that more sums are under way than may be."""
+    with mock.patch("megafour.cost.parameters.BUCKET_BYTES", 4096):
+        yield
+
+
+@pytest.mark.parametrize("stage", ["1:2", "2", "2:2"])
+def test_many_buckets_of_a_stage(pool, stage):
+    mesh = "dp2-cp2" if ":" in stage else "dp2-pp2-tp2"
+    row = next(row for row in WHOLE if (row["zero_stage"], row["mesh"]) == (stage, mesh))
+    outcome = check(pool, option_case(config_from({}), row, 2), 2, plant=small_buckets)
+    assert outcome.passed, outcome
+
+
 # --- planted faults ------------------------------------------------------------------------------------------------
 
 
