@@ -166,6 +166,6 @@ def send_recv(sends: Sequence[tuple[Tensor, int]], recvs: Sequence[tuple[Tensor,
         ops.append(dist.P2POp(dist.isend, tensor, group.ranks[peer], group.pg))
     if not ops:
         return Pending(buffers)
-    with (clock := group.timed("send_recv")):
+    with (clock := group.timed("send_recv", [peer for _, peer in (*recvs, *sends)])):
         works = dist.batch_isend_irecv(ops)
     return Pending(buffers, works, keep=[tensor for tensor, _ in sends], clock=clock)

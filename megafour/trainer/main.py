@@ -31,6 +31,7 @@ from megafour.trainer.run_folder import RunFolder, open_run_folder
 from megafour.trainer.setup import build_mesh, build_state, choose_device
 from megafour.trainer.signals import StopRequest
 from megafour.trainer.starting import check_start, start_from
+from megafour.trainer.watch import HangWatch
 
 
 def refuse(error: Exception, launch: Launch, code: int) -> int:
@@ -131,10 +132,18 @@ def train_on(mesh: Mesh, config: Config, launch: Launch, tokenizer: Tokenizer | 
     for note in folder.notes:
         log.say(note)
     training: Run | None = None
+    watch: HangWatch | None = None
+
+    def hung(reason: str) -> None:
+        folder.fail(mesh.waits.step - 1 if mesh.waits.step else 0, reason)
+        log.alarm(reason)
+
     try:
+        if mesh.world > 1:
+            watch = HangWatch(mesh, folder.logs, config.run.timeout_seconds, hung)
         with StopRequest(folder.stop_file if mesh.rank == 0 else None) as stop:
             training = Run(config, build_state(config, mesh, int(config.model.vocab_size)), datasets, tokenizer,
-                           log=log, stop_asked=stop.asked, peak_tflops=peak_tflops(config, device))
+                           log=log, stop_asked=stop.asked, peak_tflops=peak_tflops(config, device), watch=watch)
             outcome = _start_and_train(training, folder, allowed)
             reason = (stop.reason or "a signal on another rank") if outcome == "preempted" else None
             folder.status(outcome, training.progress.step, reason)
@@ -155,6 +164,8 @@ def train_on(mesh: Mesh, config: Config, launch: Launch, tokenizer: Tokenizer | 
         log.alarm(f"failed in step {step + 1}: {what} (traceback in {log.path})")
         raise
     finally:
+        if watch is not None:
+            watch.close()
         folder.close()
         log.close()
     return 0
