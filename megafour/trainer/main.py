@@ -18,7 +18,7 @@ from megafour.config.rules import resolve, smallest_world
 from megafour.config.schema import Config
 from megafour.data.dataset import Datasets, build_datasets
 from megafour.data.description import tokenizer_info
-from megafour.data.errors import DataError
+from megafour.data.errors import DataError, NoSuchFile
 from megafour.data.tokenizer import Tokenizer, TokenizerInfo, load_tokenizer
 from megafour.mesh import Launch, Mesh, start_distributed, stop_distributed
 from megafour.parallel.pipeline.select import check_pipeline
@@ -27,7 +27,7 @@ from megafour.trainer.logs import RankLog
 from megafour.trainer.loop import Run, TrainingError
 from megafour.trainer.memory import keep_heap
 from megafour.trainer.metrics import Metrics
-from megafour.trainer.run_folder import RunFolder, open_run_folder
+from megafour.trainer.run_folder import RunFolder, check_resume, open_run_folder
 from megafour.trainer.setup import build_mesh, build_state, choose_device
 from megafour.trainer.signals import StopRequest
 from megafour.trainer.starting import check_start, start_from
@@ -73,13 +73,14 @@ def run(path: str | None, overrides: list[str], allowed: Collection[str] = ()) -
         tokenizer, info = open_tokenizer(config)
         config = config.replace({"model.vocab_size": vocabulary(config, info)})
         config = resolve(config, launch.world)
-        check_start(config)
+        check_start(config, info.hash, allowed)
+        check_resume(config)
         check_pipeline(config)
         datasets = build_datasets(config, info)
     except ConfigError as error:
         return refuse(error, launch, 2)
     except DataError as error:
-        return refuse(error, launch, 1)
+        return refuse(error, launch, 2 if isinstance(error, NoSuchFile) else 1)
     try:
         return train(config, launch, device, tokenizer, datasets, allowed) or 0
     except Exception:
