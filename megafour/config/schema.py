@@ -234,6 +234,10 @@ class LoggingConfig(Section):
     profile: Count | None = None
     """Step, counted from 1, whose torch profiler trace is written to the run's folder. Null: none."""
 
+    slow_ranks: Index = 100
+    """Steps over which each rank's own time (a step without the waits for other ranks) is taken and compared; one that
+    is a fifth above the median of the ranks with the same work is named in a line. 0: never."""
+
     parameter_norms: Index = 0
     """Steps between lines with the norm of every parameter and gradient. 0: never."""
 

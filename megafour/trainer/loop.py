@@ -27,6 +27,7 @@ from megafour.trainer import diagnose, traffic
 from megafour.trainer.logs import RankLog
 from megafour.trainer.memory import peak_bytes
 from megafour.trainer.metrics import Metrics
+from megafour.trainer.slow import SlowRanks
 from megafour.trainer.step import (
     StepResult,
     TrainState,
@@ -118,14 +119,19 @@ class Run:
         steps = iter(self.loader(self.datasets.train, progress.consumed_samples, cfg.data.workers))
         total = int(cfg.train.steps or 0)
         outcome, first_step = "finished", True
+        slow = SlowRanks(self.state.mesh, cfg.logging.slow_ranks)
         world = self.state.mesh.world
         while progress.step < total:
             started = time.perf_counter()
+            slow.begin()
             self._now("data", progress.step + 1)
             batches = self._on_device(next(steps))
             result, lr = self._one_step(batches, total)
             line = self._metrics(result, lr, time.perf_counter() - started)
-            if first_step:
+            if not first_step:      # which has start-up in it
+                for text in slow.end(time.perf_counter() - started):
+                    self.log.say(text)
+            else:
                 first_step = False
                 if self.watch is not None:
                     self.watch.shorten()
