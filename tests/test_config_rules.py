@@ -167,6 +167,14 @@ def test_auto_values_are_filled_in():
     assert resolve(config, 16) == config
 
 
+@pytest.mark.parametrize("key", ["min_lr", "decay_steps"])
+def test_a_key_of_the_decay_is_refused_where_nothing_decays(key):
+    value = {"min_lr": "1e-5", "decay_steps": "3"}[key]
+    with pytest.raises(ConfigError, match=f"lr_schedule.{key} = .* has no effect on lr_schedule.name = constant"):
+        resolved(1, "lr_schedule.name=constant", f"lr_schedule.{key}={value}")
+    assert resolved(1, "lr_schedule.name=constant", f"lr_schedule.{key}={'0' if key == 'min_lr' else 'null'}")
+
+
 def test_auto_ulysses_follows_method_and_key_value_heads():
     def ranks(*overrides):
         return resolved(4, "parallel.cp=4", *overrides).parallel.context.ulysses

@@ -180,7 +180,7 @@ def send_recv(sends: Sequence[tuple[Tensor, int]], recvs: Sequence[tuple[Tensor,
         ops.append(dist.P2POp(dist.isend, tensor, group.ranks[peer], group.pg))
     if not ops:
         return Pending(buffers)
-    with (clock := group.timed("send_recv")):
+    with (clock := group.timed("send_recv", [peer for _, peer in (*recvs, *sends)])):
         if group.poster is not None:
             works: list[Any] = [_Posting(group.poster.submit(dist.batch_isend_irecv, ops))]
         else:

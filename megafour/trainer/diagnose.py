@@ -49,6 +49,23 @@ def _look(bad: set[str], bucket: Bucket) -> None:
                    if not bool(torch.isfinite(piece.view(bucket.grad_of(param))).all()))
 
 
+def samples(state: TrainState, batches: list[MicroBatch]) -> str:
+    """The numbers of the global batch's samples, as data.skip_samples takes them: `40-47`. All ranks call it."""
+    mine = [int(number) for batch in batches for number in batch.samples]
+    found: list[list[int]] = [mine]
+    if dist.is_initialized() and state.mesh.world > 1:
+        found = [[]] * state.mesh.world
+        dist.all_gather_object(found, mine)
+    numbers = sorted({number for part in found for number in part})
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1][1:] = [number]
+        else:
+            runs.append([number])
+    return ", ".join("-".join(map(str, run)) for run in runs)
+
+
 def parameter_norms(state: TrainState) -> list[str]:
     """Lines `name: weight norm, gradient norm` over all ranks, each logical parameter once."""
     local: dict[str, tuple[float, float]] = {}
