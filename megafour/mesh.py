@@ -7,7 +7,8 @@ import time
 import uuid
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
 import torch
@@ -17,6 +18,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from megafour.comm.group import Group
 from megafour.comm.ledger import Ledger
+from megafour.comm.waits import Waits
 from megafour.config.parallel_schema import AXES, ORDERS
 
 DERIVED = {
@@ -30,7 +32,7 @@ Known = dict[tuple[int, ...], dist.ProcessGroup | None]
 """Process groups by their ranks."""
 
 STARTUP_TIMEOUT = timedelta(minutes=30)
-STEP_TIMEOUT = timedelta(minutes=10)
+"""For the first step and all before it: files are read, kernels compiled."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,7 @@ def start_distributed(launch: Launch, device: torch.device, timeout: timedelta =
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if launch.world > 1:
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")   # torch's flight recorder, for the report of a hang
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         store, rank, world = next(rendezvous(launch.init_method, launch.rank, launch.world, timeout=timeout))
         store.set_timeout(timeout)
@@ -130,6 +133,8 @@ class Mesh:
     groups: dict[str, Group] = field(repr=False)
     ledger: Ledger | None = None
     device_mesh: DeviceMesh | None = field(default=None, repr=False)
+    waits: Waits = field(default_factory=Waits, repr=False)
+    """What this rank waits for, on all of its groups."""
 
     @property
     def world(self) -> int:
@@ -228,7 +233,12 @@ class Mesh:
         outer = [ring[i::inner_ring] for ring in rings for i in range(inner_ring)]
         groups["ring_inner"] = _new_group("ring_inner", inner, here, ledger, known)
         groups["ring_outer"] = _new_group("ring_outer", outer, here, ledger, known)
-        return cls(sizes, coords, here, device, groups, ledger, device_mesh)
+        for name in ("ring", "ring_inner", "ring_outer"):
+            if groups[name].pg is not None and device.type == "cpu":
+                groups[name] = replace(groups[name], poster=ThreadPoolExecutor(1, f"{name}-poster"))
+        waits = Waits()
+        groups = {name: replace(group, waits=waits) for name, group in groups.items()}
+        return cls(sizes, coords, here, device, groups, ledger, device_mesh, waits)
 
     def kv_replicas(self, num_kv_heads: int) -> Group:
         """The tp ranks that hold the same K/V heads (tp > K/V heads); a group of one elsewhere."""
@@ -239,10 +249,10 @@ class Mesh:
         known: Known = {tp.ranks: tp.pg}
         if tp.pg is None:
             known[ranks] = None
-        return _new_group("kv", [ranks], self.rank, self.ledger, known)
+        return replace(_new_group("kv", [ranks], self.rank, self.ledger, known), waits=self.waits)
 
-    def shorten_timeout(self, timeout: timedelta = STEP_TIMEOUT) -> None:
-        """From the long timeout of start-up to the shorter one of steady steps, on every group."""
+    def shorten_timeout(self, timeout: timedelta) -> None:
+        """From the long timeout of start-up to that of steady steps, on every group."""
         for group in self.groups.values():
             if group.pg is not None:
                 dist.distributed_c10d._set_pg_timeout(timeout, group.pg)
@@ -286,7 +296,7 @@ def _channels(pp: Group) -> dict[str, Group]:
             name = f"pp:{source}>{target}"
             if pp.rank in (source, target) and name not in found:
                 ranks = tuple(sorted((pp.ranks[source], pp.ranks[target])))
-                group = dist.new_group(list(ranks), use_local_synchronization=True)
+                group = dist.new_group(list(ranks), use_local_synchronization=True, group_desc=name)
                 found[name] = Group("pp", ranks, ranks.index(pp.ranks[pp.rank]), group, pp.ledger)
     return found
 
@@ -309,5 +319,5 @@ def _new_group(name: str, candidates: list[tuple[int, ...]], rank: int, ledger: 
         return Group(name, ranks=(rank,), rank=0, ledger=ledger)
     if ranks not in known and not isinstance(known, defaultdict):
         # Only members call, so ranks outside need not know of the group and nobody waits for the whole world.
-        known[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+        known[ranks] = dist.new_group(list(ranks), use_local_synchronization=True, group_desc=name)
     return Group(name, ranks, ranks.index(rank), known[ranks], ledger)

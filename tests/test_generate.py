@@ -1,5 +1,6 @@
 """`megafour generate`: the same text from the checkpoint of any mesh, and wrong arguments in one line."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,39 @@ def test_sampling_follows_its_options(runs) -> None:
 def test_the_verb(runs, capsys) -> None:
     assert main(["generate", "--checkpoint", str(runs[1]), "--prompt", "ab", "--max-tokens", "3"]) == 0
     assert capsys.readouterr().out.startswith("ab")
+
+
+def test_it_is_for_one_process(runs, capsys, monkeypatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["generate", "--checkpoint", str(runs[1]), "--prompt", "ab"]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("error: generate runs on one process, and was launched on 2; ") and not captured.out
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", "config.yaml"])
+@pytest.mark.parametrize("verb", ["generate", "evaluate"])
+def test_a_damaged_newest_checkpoint_is_skipped_in_a_run_folder_only(runs, tmp_path, capsys, verb, name) -> None:
+    """One bit of a shard, found by its checksum, or of the config, without which nothing is known of the rest."""
+    (tmp_path / "text").write_text("some text")
+    more = ["--prompt", "ab", "--max-tokens", "1"] if verb == "generate" else ["--text", str(tmp_path / "text")]
+    shutil.copytree(runs[0], tmp_path / "run")
+    old, new = (tmp_path / "run" / "checkpoints" / f"step-0000000{step}" for step in (3, 4))
+    shutil.copytree(old, new)
+    content = bytearray((new / name).read_bytes())
+    content[len(content) // 2] ^= 1
+    (new / name).write_bytes(content)
+    assert main([verb, "--checkpoint", str(tmp_path / "run"), *more]) == 0
+    captured = capsys.readouterr()
+    assert captured.err.startswith(f"skipped: {new} is damaged: {name} has ") and captured.out
+    assert main([verb, "--checkpoint", str(old), *more]) == 0
+    assert capsys.readouterr().out == captured.out
+    if name != "config.yaml":
+        assert main([verb, "--checkpoint", str(new), *more]) == 1
+        assert f"error: {new} is damaged" in capsys.readouterr().err
+    (old / name).unlink()
+    assert main([verb, "--checkpoint", str(tmp_path / "run"), *more]) == 1
+    assert "error: none of " in capsys.readouterr().err or name != "config.yaml"
 
 
 @pytest.mark.parametrize(("arguments", "code"), [

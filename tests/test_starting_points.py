@@ -125,6 +125,34 @@ def test_a_starting_point_that_does_not_fit_is_refused_at_start(tmp_path, change
     assert words in str(error.value)
 
 
+def test_a_starting_point_of_another_tokenizer_is_refused_at_start(pool, tmp_path):
+    """The same number of ids, and other texts behind them."""
+    from tokenizers import Tokenizer, models
+
+    from megafour.data.tokenizer import load_tokenizer
+
+    write_corpus(tmp_path / "corpus")
+    values = settings(tmp_path, {}, train={"steps": 1}, model={"vocab_size": 257})
+    values["data"] = {**values["data"], "tokenizer": {"kind": "bytes"}}
+    assert pool.run(train, 1, values) == [0]
+    own = load_tokenizer("bytes").hash
+    config = resolve(config_from(started(tmp_path, {}, tmp_path / "run")), 1).replace({
+        "checkpoint.dir": str(tmp_path / "elsewhere"), "model.vocab_size": 257})
+    check_start(config, own)
+    check_start(config, "")                                  # a dataset that does not say what made it
+    check_start(config, "f" * 64, ["data.tokenizer"])
+    with pytest.raises(ConfigError, match=f"another tokenizer .hash {own[:12]}. than .* ffffffffffff.*--allow-change"):
+        check_start(config, "f" * 64)
+    save_model("llama", tmp_path / "hf", torch.float32)
+    Tokenizer(models.WordLevel({"a": 0, "b": 1}, "a")).save(str(tmp_path / "hf" / "tokenizer.json"))
+    theirs = load_tokenizer("huggingface", tmp_path / "hf").hash
+    config = resolve(config_from(started(tmp_path, {}, tmp_path / "hf")), 1).replace({
+        "checkpoint.dir": str(tmp_path / "elsewhere")})
+    check_start(config, theirs)
+    with pytest.raises(ConfigError, match="was trained with another tokenizer"):
+        check_start(config, own)
+
+
 def save_again(rank: int, world: int, values: dict[str, Any], source: str, out: str) -> None:
     """Load a checkpoint on a mesh, and save what the mesh holds."""
     config = resolve(config_from(values), world, data=False)

@@ -323,16 +323,21 @@ def test_the_table(pool):
         assert [line.split()[0] for line in bad.splitlines() if "differs" in line] == ["ring", "total"]
 
 
-def test_nothing_is_timed_without_a_ledger():
-    mesh = Mesh.single()
-    with mock.patch("megafour.comm.ledger.time.perf_counter", side_effect=AssertionError):
-        for _ in range(2):
-            with mesh.group("tp").timed("all_reduce"):
+@pytest.mark.parametrize("ledger", [None, Ledger()])
+def test_waits_are_counted_with_and_without_a_ledger(ledger):
+    mesh = Mesh.single(ledger=ledger)
+    group = mesh.group("tp")
+    with mock.patch("megafour.comm.waits.time.perf_counter", side_effect=[0, 1, 2, 3, 4, 5]):
+        with (clock := group.timed("all_reduce")):
+            assert mesh.waits.now.words == "all_reduce over tp (ranks 0)"
+            with group.timed("broadcast"):      # one inside another is counted once
                 pass
-    counting = Mesh.single(ledger=Ledger()).group("tp")
-    with counting.timed("all_reduce"):
-        pass
-    assert counting.ledger.rows() == [] and counting.ledger.totals()["tp", "all_reduce"].seconds > 0
+        with clock:
+            pass
+    assert mesh.waits.now is None
+    assert (mesh.waits.take(), mesh.waits.take()) == (4, 0)
+    if ledger is not None:
+        assert ledger.rows() == [] and ledger.totals()["tp", "all_reduce"].seconds == 4
 
 
 def test_the_formulas_name_every_precision():

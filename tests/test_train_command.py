@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megafour.config import errors
 from megafour.config.errors import ConfigError
 from megafour.config.load import config_from
 from megafour.config.rules import resolve, smallest_world
@@ -42,6 +43,25 @@ def test_one_line_and_exit_2(command, capfd, argv, words):
     assert command(argv) == 2
     err = capfd.readouterr().err
     assert err.startswith("error: ") and err.count("\n") == 1 and words in err
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("key", ["data.train", "data.valid", "data.tokenizer", "checkpoint.init_from",
+                                 "checkpoint.resume", "model.preset"])
+def test_a_path_in_the_config_that_leads_nowhere_is_exit_2_on_every_rank(command, capfd, tmp_path, monkeypatch, key,
+                                                                          rank):
+    for name, value in (("RANK", rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", 2)):
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(errors, "REFUSAL_WAIT", 0.0)
+    monkeypatch.chdir(tmp_path)
+    write_corpus(tmp_path / "corpus")
+    nowhere = str(tmp_path / "nowhere")
+    value = {"data.train": f"[{{path: {nowhere}}}]", "data.valid": f"{{held: [{{path: {nowhere}}}]}}",
+             "data.tokenizer": f"{{kind: huggingface, path: {nowhere}}}"}.get(key, nowhere)
+    assert command(["data.train=[{path: corpus}]", "model.vocab_size=64", "parallel.tp=2", f"{key}={value}"]) == 2
+    err = capfd.readouterr().err
+    assert err.startswith("error: ") and err.count("\n") == 1 and nowhere in err
+    assert not Path("runs").exists()
 
 
 @pytest.mark.parametrize(("name", "ranks"), [("quickstart", 8), ("llama3-70b-128k", 128), ("gpt2-124m", 1)])

@@ -34,7 +34,8 @@ class BackgroundSaver:
     def __init__(self, group: ProcessGroup | None) -> None:
         """Make the thread's group; every rank of `group` (None: this process alone) calls it together."""
         ranks = None if group is None else dist.get_process_group_ranks(group)
-        self._group = None if ranks is None else dist.new_group(ranks, backend="gloo", timeout=TIMEOUT)
+        self._group = None if ranks is None else dist.new_group(
+            ranks, backend="gloo", timeout=TIMEOUT, group_desc="checkpoint")
         self._gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         self._buffers: dict[tuple[str, tuple[int, ...]], Tensor] = {}
         self._thread: threading.Thread | None = None

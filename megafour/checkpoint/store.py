@@ -30,6 +30,7 @@ from megafour.checkpoint.folder import (
     check_manifest,
     check_shared,
     find,
+    find_all,
     list_steps,
     newest,
     prune,
@@ -42,8 +43,8 @@ from megafour.checkpoint.folder import (
 )
 from megafour.checkpoint.tensors import LogicalTensor
 
-__all__ = ["CheckpointError", "LogicalTensor", "check_shared", "find", "list_steps", "load", "newest", "prune",
-           "read_state", "save", "step_path", "stored_tensors", "tidy", "verify"]
+__all__ = ["CheckpointError", "LogicalTensor", "check_shared", "check_small", "find", "find_all", "list_steps", "load",
+           "newest", "prune", "read_state", "save", "step_path", "stored_tensors", "tidy", "verify"]
 
 
 def save(folder: Path, step: int, held: list[LogicalTensor], state: dict[str, Any],
@@ -143,6 +144,18 @@ def verify(path: Path, process_group: ProcessGroup | None) -> None:
     damage = share(f"{path} is damaged: {listed(problems)}" if problems else None, process_group)
     if damage is not None:
         raise CheckpointError(damage)
+
+
+def check_small(path: Path) -> None:
+    """Check the sizes of all files, and the checksums of those that are no shards: what one process can do at once.
+
+    Raises:
+        CheckpointError: naming the files that are damaged.
+    """
+    wrong = [name for name, wanted in sorted(check_manifest(path).items())
+             if not _SHARD.match(name) and crc32(path / name) != wanted]
+    if wrong:
+        raise CheckpointError(f"{path} is damaged: {listed([f'{name} has another checksum' for name in wrong])}")
 
 
 _SHARD = re.compile(r"__(\d+)_\d+\.distcp")

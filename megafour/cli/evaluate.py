@@ -36,15 +36,15 @@ def run(args: argparse.Namespace) -> int:
     """Evaluate, and print on the first rank."""
     from megafour.checkpoint.errors import CheckpointError
     from megafour.checkpoint.huggingface import is_huggingface
-    from megafour.inference.load import find_model, model_settings
+    from megafour.inference.load import find_models, model_settings
 
     if args.hf is not None and not is_huggingface(args.hf):
         raise CheckpointError(f"--hf {args.hf} is no Hugging Face folder: it has no config.json")
-    folder = find_model(args.checkpoint or args.hf)
-    config = model_settings(folder, args.overrides)
-    stream, begins, where = _stream(args, folder, config)
+    models = find_models(args.checkpoint or args.hf)
+    config = model_settings(models[0], args.overrides)
+    stream, begins, where = _stream(args, models[0], config)
     sized = any(word.startswith("train.micro_batch_size=") for word in args.overrides)
-    return _evaluate(folder, config, (stream, where, begins), sized, args.json)
+    return _evaluate(models, config, (stream, where, begins), sized, args.json)
 
 
 def _stream(args: argparse.Namespace, folder: Path, config: Config) -> tuple[np.ndarray, np.ndarray | None, str]:
@@ -72,12 +72,13 @@ def _stream(args: argparse.Namespace, folder: Path, config: Config) -> tuple[np.
     return np.asarray(tokenizer.encode(text), dtype=np.int64), None, f"--text {args.text}"
 
 
-def _evaluate(folder: Path, config: Config, what: tuple[np.ndarray, str, np.ndarray | None], sized: bool,
+def _evaluate(models: list[Path], config: Config, what: tuple[np.ndarray, str, np.ndarray | None], sized: bool,
               as_json: bool) -> int:
-    """Join the world, load this rank's part, evaluate `what` (the stream, its name, where documents begin)."""
+    """Join the world, load this rank's part of the first whole one of `models` (one run's checkpoints), evaluate `what`
+    (the stream, its name, where documents begin)."""
     from megafour.data.errors import DataError
     from megafour.inference.evaluate import evaluate, settings_for
-    from megafour.inference.load import load_stage
+    from megafour.inference.load import first_whole, load_stage
     from megafour.mesh import Launch, start_distributed, stop_distributed
     from megafour.trainer.setup import build_mesh
 
@@ -88,7 +89,8 @@ def _evaluate(folder: Path, config: Config, what: tuple[np.ndarray, str, np.ndar
     config = settings_for(config, launch.world, len(stream), config.train.micro_batch_size if sized else None)
     device = launch.device(config.run.device)
     start_distributed(launch, device)
-    result = evaluate(load_stage(folder, config, build_mesh(config, device)), *what)
+    mesh = build_mesh(config, device)
+    result = evaluate(load_stage(first_whole(models, mesh.group("world").pg), config, mesh), *what)
     if launch.rank == 0:
         numbers = {"loss": result.loss, "perplexity": result.perplexity, "tokens": result.tokens}
         if as_json:

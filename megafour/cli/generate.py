@@ -35,7 +35,12 @@ def run(args: argparse.Namespace) -> int:
 
     from megafour.inference.generate import generate
     from megafour.inference.load import load_model
+    from megafour.mesh import Launch
 
+    world = Launch.from_environment().world
+    if world > 1:
+        raise ConfigError(f"generate runs on one process, and was launched on {world}; leave out torchrun: python -m "
+                          f"megafour generate …")
     stage, tokenizer, _ = load_model(args.checkpoint)
     if tokenizer is None:
         raise CheckpointError(f"{args.checkpoint} has no tokenizer (the run's data.tokenizer was null)")

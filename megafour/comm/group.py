@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from concurrent.futures import Executor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 from torch.distributed import ProcessGroup
 
 from megafour.comm.ledger import Ledger
+from megafour.comm.waits import Wait, Waits
 
 UNTIMED: AbstractContextManager[object] = nullcontext()
-"""In place of a clock where nothing is counted."""
+"""In place of a clock where nothing is waited for."""
 
 
 @dataclass(frozen=True)
@@ -31,15 +34,27 @@ class Group:
     """The torch process group; None exactly when the group has one member."""
     ledger: Ledger | None = field(default=None, compare=False)
     """Where traffic is recorded; None when accounting is off."""
+    poster: Executor | None = field(default=None, repr=False, compare=False)
+    """One thread that posts this group's point-to-point transfers, in order; None posts from the caller's.
+
+    gloo copies a message into the socket from the thread that posts it, before anything can be computed under it.
+    """
+    waits: Waits = field(default_factory=Waits, compare=False, repr=False)
+    """Where this rank says what it waits for."""
 
     @property
     def size(self) -> int:
         """Number of ranks in the group."""
         return len(self.ranks)
 
-    def timed(self, primitive: str) -> AbstractContextManager[object]:
-        """Counts the seconds of its body for `primitive`; may be entered again and again. Nothing when off."""
-        return UNTIMED if self.ledger is None else self.ledger.entry(primitive, self.name)
+    def timed(self, primitive: str, peers: Iterable[int] | None = None) -> AbstractContextManager[object]:
+        """Says what its body waits for, and counts the seconds; may be entered again and again.
+
+        `peers`: indices in the group of those who take part besides this rank; None: all.
+        """
+        ranks = self.ranks if peers is None else tuple(sorted({self.ranks[i] for i in (self.rank, *peers)}))
+        entry = None if self.ledger is None else self.ledger.entry(primitive, self.name)
+        return Wait(self.waits, primitive, self.name, ranks, entry)
 
     def record(self, primitive: str, nbytes: float) -> None:
         """Count one call of `primitive` that moved `nbytes` bytes by the ledger's convention."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field
 
 CONTROL = "control"
@@ -11,20 +10,12 @@ CONTROL = "control"
 
 @dataclass
 class Entry:
-    """What one (primitive, axis, phase) has cost this rank; as a context manager it times its body."""
+    """What one (primitive, axis, phase) has cost this rank."""
 
     calls: int = 0
     nbytes: float = 0.0
     seconds: float = 0.0
     """Spent in posting and in waiting: what ran beside the compute costs nothing."""
-    _since: float = 0.0
-
-    def __enter__(self) -> Entry:
-        self._since = time.perf_counter()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.seconds += time.perf_counter() - self._since
 
 
 @dataclass

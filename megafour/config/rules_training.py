@@ -23,6 +23,12 @@ def _learning_rate(config: Config) -> Iterator[str]:
                "lr_schedule.warmup_steps or raise train.steps")
     if schedule.min_lr > lr:
         yield (f"min_lr ≤ lr: lr_schedule.min_lr {schedule.min_lr:g} > optimizer.lr {lr:g}; lower lr_schedule.min_lr")
+    if schedule.name == "constant":
+        for key, value in (("min_lr", schedule.min_lr), ("decay_steps", decay)):
+            if value:
+                yield (f"lr_schedule.{key} = {value:g} has no effect on lr_schedule.name = constant, which never "
+                       f"decays; remove it, or set lr_schedule.name to cosine, linear or wsd")
+        return
     if decay is None:
         return
     if schedule.name == "wsd" and warmup + decay > steps:

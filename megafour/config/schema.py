@@ -24,6 +24,10 @@ class RunConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where tensors live. `auto`: GPUs only where there is one for each local rank."""
 
+    timeout_seconds: Positive = 600.0
+    """Seconds that a rank may wait for the others, in a step, an evaluation or a save (so: more than the slowest rank
+    takes to save), before the run ends with a report of where each rank is. Start and first step: 30 minutes."""
+
 
 class DataSource(Section):
     """One tokenized dataset of a blend."""
@@ -100,7 +104,14 @@ class TrainConfig(Section):
     """Largest global gradient norm; larger gradients are scaled down to it. 0: no clipping."""
 
     max_skipped_steps: Count = 10
-    """Steps in a row that may be skipped for gradients that are not finite before the run stops."""
+    """Steps in a row that may be skipped, for gradients that are not finite or a spike, before the run stops."""
+
+    spike_deviations: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = None
+    """Skip a step whose gradient norm, before clipping, exceeds the mean of the last applied steps by more than so many
+    standard deviations. Null: never."""
+
+    spike_window: Annotated[int, Field(ge=4, le=100_000)] = 100
+    """Applied steps whose norms train.spike_deviations looks back on. No step is skipped until there are so many."""
 
     @model_validator(mode="before")
     @classmethod
@@ -222,6 +233,10 @@ class LoggingConfig(Section):
 
     profile: Count | None = None
     """Step, counted from 1, whose torch profiler trace is written to the run's folder. Null: none."""
+
+    slow_ranks: Index = 100
+    """Steps over which each rank's own time (a step without the waits for other ranks) is taken and compared; one that
+    is a fifth above the median of the ranks with the same work is named in a line. 0: never."""
 
     parameter_norms: Index = 0
     """Steps between lines with the norm of every parameter and gradient. 0: never."""

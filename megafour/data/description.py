@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megafour.data.errors import DataError
+from megafour.data.errors import DataError, NoSuchFile
 from megafour.data.indexed import strip_suffix
 from megafour.data.tokenizer import TokenizerInfo, load_tokenizer
 
@@ -26,7 +26,7 @@ def tokenizer_info(config: Any) -> TokenizerInfo:
         return TokenizerInfo(known["kind"], known["hash"], int(known["vocab_size"]), known["eod_id"])
     if isinstance(config.model.vocab_size, int):
         return TokenizerInfo("unknown", "", config.model.vocab_size, None)
-    raise DataError(f"no vocabulary is known: {first}.json does not exist; give data.tokenizer or model.vocab_size")
+    raise NoSuchFile(f"no vocabulary is known: {first}.json does not exist; give data.tokenizer or model.vocab_size")
 
 
 def read_info(prefix: str) -> dict[str, Any] | None:

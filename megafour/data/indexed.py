@@ -15,7 +15,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from megafour.data.errors import DataError
+from megafour.data.errors import DataError, NoSuchFile
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
@@ -49,7 +49,7 @@ class IndexedDataset:
         self.bin_path, self.idx_path = Path(self.prefix + ".bin"), Path(self.prefix + ".idx")
         for path in (self.idx_path, self.bin_path):
             if not path.is_file():
-                raise DataError(
+                raise NoSuchFile(
                     f"{path} does not exist; a dataset is PREFIX.bin and PREFIX.idx, made by `megafour prepare`"
                 )
         self._map_index()

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megafour.data.errors import DataError
+from megafour.data.errors import DataError, NoSuchFile
 
 FILE_NAMES = {"sentencepiece": "tokenizer.model", "huggingface": "tokenizer.json", "tiktoken": "tokenizer.tiktoken"}
 KINDS = (*FILE_NAMES, "bytes")
@@ -233,7 +233,7 @@ def load_tokenizer(kind: str, path: str | Path | None = None) -> Tokenizer:
     if file.is_dir():
         file = file / FILE_NAMES[kind]
     if not file.is_file():
-        raise DataError(f"{file} does not exist; it was to be the {kind} tokenizer")
+        raise NoSuchFile(f"{file} does not exist; it was to be the {kind} tokenizer")
     if kind == "sentencepiece":
         return SentencePieceTokenizer(file)
     return HuggingFaceTokenizer(file) if kind == "huggingface" else TiktokenTokenizer(file)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed import ProcessGroup
 
 from megafour.checkpoint import huggingface, store
+from megafour.checkpoint.agreement import rank_in
 from megafour.checkpoint.errors import CheckpointError
 from megafour.checkpoint.tensors import LogicalTensor
 from megafour.config.huggingface import huggingface_family, read_huggingface
@@ -16,7 +19,7 @@ from megafour.config.load import load_config
 from megafour.config.rules import resolve
 from megafour.config.schema import Config
 from megafour.data.tokenizer import FILE_NAMES, Tokenizer, load_tokenizer
-from megafour.mesh import Mesh
+from megafour.mesh import Launch, Mesh
 from megafour.model.shapes import logical_shapes
 from megafour.model.stage import Stage, build_stage
 from megafour.parallel.pieces import named_pieces
@@ -40,6 +43,54 @@ def find_model(path: Path) -> Path:
         CheckpointError: where there is none.
     """
     return Path(path) if huggingface.is_huggingface(Path(path)) else store.find(Path(path))
+
+
+def find_models(path: Path) -> list[Path]:
+    """As `find_model`, with the older checkpoints of a run's folder after it, the newest first.
+
+    Of several, those whose small files (config, tokenizer) or sizes are damaged are left out, with a line on standard
+    error; what the shards hold is not read here.
+
+    Raises:
+        CheckpointError: where there is none, or none is whole.
+    """
+    models = [Path(path)] if huggingface.is_huggingface(Path(path)) else store.find_all(Path(path))
+    if len(models) == 1:
+        return models       # it was named itself, or has no other to take its place: checked where it is read
+    whole: list[Path] = []
+    damaged: list[str] = []
+    for model in models:
+        try:
+            store.check_small(model)
+            whole.append(model)
+        except CheckpointError as error:
+            damaged.append(str(error))
+    if not whole:
+        raise CheckpointError(f"none of {len(models)} checkpoints is whole: {'; '.join(damaged)}")
+    if models[0] not in whole and Launch.from_environment().rank == 0:
+        for text in damaged:
+            print(f"skipped: {text}", file=sys.stderr, flush=True)
+    return whole
+
+
+def first_whole(models: list[Path], group: ProcessGroup | None) -> Path:
+    """The first of what `find_models` gave whose shards are whole. Every rank of the group calls it together.
+
+    Raises:
+        CheckpointError: on all ranks alike, where none is.
+    """
+    damaged: list[str] = []
+    for model in models if len(models) > 1 else ():
+        try:
+            store.verify(model, group)
+            return model
+        except CheckpointError as error:
+            damaged.append(str(error))
+            if rank_in(group) == 0:
+                print(f"skipped: {error}", file=sys.stderr, flush=True)
+    if damaged:
+        raise CheckpointError(f"none of {len(models)} checkpoints is whole: {'; '.join(damaged)}")
+    return models[0]
 
 
 def model_settings(folder: Path, overrides: list[str] | None = None, precision: str = "fp32") -> Config:
@@ -111,12 +162,12 @@ def load_model(path: Path, precision: str = "fp32") -> tuple[Stage, Tokenizer | 
     """Weights, tokenizer and config of a model, whole on the CPU.
 
     Args:
-        path: a run folder (its newest checkpoint), a folder of checkpoints, one checkpoint, or a Hugging Face folder.
+        path: a run folder or a folder of checkpoints (the newest whole one), one checkpoint, or a Hugging Face folder.
         precision: dtype of weights and activations.
     Raises:
         CheckpointError: where there is no whole checkpoint, or it does not fit its own config.
     """
-    folder = find_model(path)
+    folder = first_whole(find_models(path), None)
     config = resolve(model_settings(folder, precision=precision), 1, data=False)
     return load_stage(folder, config, Mesh.single()).stage, open_tokenizer(folder, config), config
 

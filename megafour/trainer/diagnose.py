@@ -36,6 +36,23 @@ def not_finite(state: TrainState, batches: list[MicroBatch], step: int) -> str:
     return f"gradient of {name} on {rank}, samples {', '.join(map(str, samples))}{more}"
 
 
+def samples(state: TrainState, batches: list[MicroBatch]) -> str:
+    """The numbers of the global batch's samples, as data.skip_samples takes them: `40-47`. All ranks call it."""
+    mine = [int(number) for batch in batches for number in batch.samples]
+    found: list[list[int]] = [mine]
+    if dist.is_initialized() and state.mesh.world > 1:
+        found = [[]] * state.mesh.world
+        dist.all_gather_object(found, mine)
+    numbers = sorted({number for part in found for number in part})
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1][1:] = [number]
+        else:
+            runs.append([number])
+    return ", ".join("-".join(map(str, run)) for run in runs)
+
+
 def _first_bad(state: TrainState) -> str | None:
     """The logical name of the first gradient that is not finite here, in the order in which backward makes them."""
     for param, piece in reversed(list(named_pieces(state.stage))):

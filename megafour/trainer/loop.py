@@ -27,7 +27,17 @@ from megafour.trainer import diagnose, traffic
 from megafour.trainer.logs import RankLog
 from megafour.trainer.memory import peak_bytes
 from megafour.trainer.metrics import Metrics
-from megafour.trainer.step import StepResult, TrainState, control_sum, evaluate_batch, train_step
+from megafour.trainer.slow import SlowRanks
+from megafour.trainer.step import (
+    StepResult,
+    TrainState,
+    control_sum,
+    evaluate_batch,
+    on_host,
+    set_phase,
+    train_step,
+)
+from megafour.trainer.watch import HangWatch
 
 if TYPE_CHECKING:
     from megafour.trainer.saving import Saver
@@ -60,6 +70,8 @@ class Run:
     stop_asked: Callable[[], bool]
     """Whether this process was asked to stop (a signal, the stop file)."""
     peak_tflops: float | None = None
+    watch: HangWatch | None = None
+    """Ends a run that hangs."""
     metrics: Metrics | None = None
     progress: Progress = field(default_factory=Progress)
     saved_step: int = -1
@@ -107,15 +119,22 @@ class Run:
         steps = iter(self.loader(self.datasets.train, progress.consumed_samples, cfg.data.workers))
         total = int(cfg.train.steps or 0)
         outcome, first_step = "finished", True
+        slow = SlowRanks(self.state.mesh, cfg.logging.slow_ranks)
         world = self.state.mesh.world
         while progress.step < total:
             started = time.perf_counter()
+            slow.begin()
+            self._now("data", progress.step + 1)
             batches = self._on_device(next(steps))
             result, lr = self._one_step(batches, total)
             line = self._metrics(result, lr, time.perf_counter() - started)
-            if first_step:
-                self.state.mesh.shorten_timeout()
+            if not first_step:      # which has start-up in it
+                for text in slow.end(time.perf_counter() - started):
+                    self.log.say(text)
+            else:
                 first_step = False
+                if self.watch is not None:
+                    self.watch.shorten()
             self.flags, paused = result.flags, False
             if cfg.eval.every and progress.step % cfg.eval.every == 0 and not self.flags:
                 paused = True
@@ -147,7 +166,12 @@ class Run:
     def _agree(self) -> float:
         """The sum of all ranks' flags now, outside a step: an evaluation or a save may have taken long."""
         mine = torch.tensor(self._flag(), dtype=torch.float64, device=self.state.mesh.device)
-        return float(control_sum(mine, self.state.mesh, "world"))
+        return float(on_host(control_sum(mine, self.state.mesh, "world"), self.state.mesh))
+
+    def _now(self, phase: str, step: int) -> None:
+        """Note what this rank is about to do, for the report of a hang."""
+        self.state.mesh.waits.step = step
+        set_phase(self.state.mesh, phase)
 
     def _one_step(self, batches: list[MicroBatch], total: int) -> tuple[StepResult, float]:
         cfg, progress, state = self.config, self.progress, self.state
@@ -177,11 +201,14 @@ class Run:
         return result, lr
 
     def _skipped(self, batches: list[MicroBatch], result: StepResult) -> None:
-        """Count a step that was not applied, say what was not finite, stop when it goes on."""
+        """Count a step that was not applied, say what was not finite or how far out, stop when it goes on."""
         progress = self.progress
         progress.skipped_steps += 1
         progress.skipped_in_a_row += 1
-        if self.state.scaler.may_overflow:
+        if result.spike is not None:
+            self.log.say(f"step {progress.step + 1} skipped: {result.spike}; samples "
+                         f"{diagnose.samples(self.state, batches)}")
+        elif self.state.scaler.may_overflow:
             self.log.say(f"step {progress.step + 1} skipped: gradients overflow in fp16, loss scale now "
                          f"{self.state.scaler.scale:g}")
         else:
@@ -216,12 +243,13 @@ class Run:
         cfg, mesh, progress = self.config, self.state.mesh, self.progress
         peak = torch.tensor(float(peak_bytes(mesh.device)), dtype=torch.float64, device=mesh.device)
         primitives.all_reduce(peak, mesh.group("world"), op="max")
+        peak_memory = int(on_host(peak, mesh))
         rate = cfg.train.global_batch_size * cfg.data.seq_length / seconds
         return dict(
             step=progress.step, time=time.time(), loss=result.loss, grad_norm=result.grad_norm, lr=lr,
             consumed_tokens=progress.consumed_tokens, consumed_samples=progress.consumed_samples,
             tokens_per_second=rate, tokens_per_second_per_gpu=rate / mesh.world, step_seconds=seconds,
-            mfu=mfu(rate, self.flops_per_token, self.peak_tflops, mesh.world), peak_memory_bytes=int(peak),
+            mfu=mfu(rate, self.flops_per_token, self.peak_tflops, mesh.world), peak_memory_bytes=peak_memory,
             skipped_steps=progress.skipped_steps)
 
     # --- evaluation ---------------------------------------------------------------------------------------------
@@ -232,6 +260,7 @@ class Run:
         Empty when a rank was asked to stop meanwhile: a part of a set is no measure of it.
         """
         losses = {}
+        self._now("evaluation", self.progress.step)
         for name, dataset in self.datasets.valid.items():
             total, tokens = 0.0, 0
             for index, batches in enumerate(self.loader(dataset)):
@@ -254,6 +283,7 @@ class Run:
             return
         from megafour.trainer.saving import logical_tensors, small_state
 
+        self._now("save", progress.step)
         files: dict[str, Path | str] = {"config.yaml": to_yaml(cfg)}
         if self.tokenizer is not None:
             files.update(self.tokenizer.files())

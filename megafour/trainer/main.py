@@ -11,14 +11,14 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from megafour.checkpoint import folder as checkpoints
 from megafour.checkpoint.errors import CheckpointError
-from megafour.config.describe import describe
 from megafour.config.errors import ConfigError, say_error
 from megafour.config.load import load_config
 from megafour.config.rules import resolve, smallest_world
 from megafour.config.schema import Config
+from megafour.cost.describe import describe
 from megafour.data.dataset import Datasets, build_datasets
 from megafour.data.description import tokenizer_info
-from megafour.data.errors import DataError
+from megafour.data.errors import DataError, NoSuchFile
 from megafour.data.tokenizer import Tokenizer, TokenizerInfo, load_tokenizer
 from megafour.mesh import Launch, Mesh, start_distributed, stop_distributed
 from megafour.parallel.pipeline.select import check_pipeline
@@ -27,10 +27,11 @@ from megafour.trainer.logs import RankLog
 from megafour.trainer.loop import Run, TrainingError
 from megafour.trainer.memory import keep_heap
 from megafour.trainer.metrics import Metrics
-from megafour.trainer.run_folder import RunFolder, open_run_folder
+from megafour.trainer.run_folder import RunFolder, check_resume, open_run_folder
 from megafour.trainer.setup import build_mesh, build_state, choose_device
 from megafour.trainer.signals import StopRequest
 from megafour.trainer.starting import check_start, start_from
+from megafour.trainer.watch import HangWatch
 
 
 def refuse(error: Exception, launch: Launch, code: int) -> int:
@@ -72,13 +73,14 @@ def run(path: str | None, overrides: list[str], allowed: Collection[str] = ()) -
         tokenizer, info = open_tokenizer(config)
         config = config.replace({"model.vocab_size": vocabulary(config, info)})
         config = resolve(config, launch.world)
-        check_start(config)
+        check_start(config, info.hash, allowed)
+        check_resume(config)
         check_pipeline(config)
         datasets = build_datasets(config, info)
     except ConfigError as error:
         return refuse(error, launch, 2)
     except DataError as error:
-        return refuse(error, launch, 1)
+        return refuse(error, launch, 2 if isinstance(error, NoSuchFile) else 1)
     try:
         return train(config, launch, device, tokenizer, datasets, allowed) or 0
     except Exception:
@@ -131,10 +133,18 @@ def train_on(mesh: Mesh, config: Config, launch: Launch, tokenizer: Tokenizer | 
     for note in folder.notes:
         log.say(note)
     training: Run | None = None
+    watch: HangWatch | None = None
+
+    def hung(reason: str) -> None:
+        folder.fail(mesh.waits.step - 1 if mesh.waits.step else 0, reason)
+        log.alarm(reason)
+
     try:
+        if mesh.world > 1:
+            watch = HangWatch(mesh, folder.logs, config.run.timeout_seconds, hung)
         with StopRequest(folder.stop_file if mesh.rank == 0 else None) as stop:
             training = Run(config, build_state(config, mesh, int(config.model.vocab_size)), datasets, tokenizer,
-                           log=log, stop_asked=stop.asked, peak_tflops=peak_tflops(config, device))
+                           log=log, stop_asked=stop.asked, peak_tflops=peak_tflops(config, device), watch=watch)
             outcome = _start_and_train(training, folder, allowed)
             reason = (stop.reason or "a signal on another rank") if outcome == "preempted" else None
             folder.status(outcome, training.progress.step, reason)
@@ -155,6 +165,8 @@ def train_on(mesh: Mesh, config: Config, launch: Launch, tokenizer: Tokenizer | 
         log.alarm(f"failed in step {step + 1}: {what} (traceback in {log.path})")
         raise
     finally:
+        if watch is not None:
+            watch.close()
         folder.close()
         log.close()
     return 0

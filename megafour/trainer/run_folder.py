@@ -155,6 +155,20 @@ def open_run_folder(config: Config, group: ProcessGroup | None) -> RunFolder:
     return RunFolder(path, saved, resume_from, locks[0] if locks else None, group, notes)
 
 
+def check_resume(config: Config) -> None:
+    """Refuse a path in checkpoint.resume that leads to no checkpoint, before any process group exists.
+
+    Raises:
+        ConfigError: naming the path.
+    """
+    resume = config.checkpoint.resume
+    if isinstance(resume, str) and resume not in ("auto", "never") and not resume.isdecimal():
+        try:
+            checkpoints.find_all(Path(resume))
+        except CheckpointError as error:
+            raise ConfigError(f"checkpoint.resume={resume}: {error}") from None
+
+
 def resume_points(folder: Path, resume: int | str) -> list[Path]:
     """The checkpoints that `checkpoint.resume` means, the first one that is whole being the one; []: start at step 0.
 

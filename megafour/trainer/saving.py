@@ -119,11 +119,14 @@ def small_state(state: TrainState, step: int, consumed_samples: int, consumed_to
     """All that must survive besides tensors, ready for JSON."""
     return dict(step=step, consumed_samples=consumed_samples, consumed_tokens=consumed_tokens,
                 skipped_steps=skipped_steps, optimizer_updates=state.optimizer.updates,
-                scaler=state.scaler.state_dict())
+                scaler=state.scaler.state_dict(),
+                spikes=None if state.spikes is None else state.spikes.state_dict())
 
 
 def restore_small_state(state: TrainState, saved: dict[str, Any]) -> None:
-    """After tensors were loaded into the masters: counters, scaler, and the model's weights from the masters."""
+    """After tensors were loaded into the masters: counters, scaler, norms, and the model's weights from the masters."""
     state.optimizer.set_updates(int(saved["optimizer_updates"]))
     state.scaler.load_state_dict(saved["scaler"])
+    if state.spikes is not None and saved.get("spikes"):
+        state.spikes.load_state_dict(saved["spikes"])
     state.optimizer.publish()

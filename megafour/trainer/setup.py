@@ -14,6 +14,7 @@ from megafour.parallel.context import Core
 from megafour.parallel.data.buckets import GradientBuckets
 from megafour.parallel.pipeline.select import pipeline_of
 from megafour.trainer.scaler import LossScaler
+from megafour.trainer.spikes import SpikeGuard
 from megafour.trainer.step import TrainState
 
 
@@ -60,4 +61,4 @@ def build_state(config: Config, mesh: Mesh, vocab_size: int, *, attention: Core 
               "embedding": mesh.group("embedding")}
     return TrainState(mesh, stage, buckets, optimizer, pipeline_of(config),
                       LossScaler.for_precision(config.train.precision),
-                      groups, config.train.grad_clip)
+                      groups, config.train.grad_clip, spikes=SpikeGuard.of(config.train))

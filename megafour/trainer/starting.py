@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Collection
 from pathlib import Path
 
 from megafour.checkpoint import folder as checkpoints
@@ -10,6 +12,8 @@ from megafour.config.errors import ConfigError
 from megafour.config.huggingface import huggingface_family, read_huggingface
 from megafour.config.load import config_from, load_config
 from megafour.config.schema import Config, ModelConfig
+from megafour.data.errors import DataError
+from megafour.data.tokenizer import FILE_NAMES, load_tokenizer
 from megafour.trainer.step import TrainState
 
 MEANING = ("num_layers", "hidden_size", "num_attention_heads", "kv_heads", "head_size", "ffn_size", "vocab_size",
@@ -19,13 +23,15 @@ CONTEXT = ("rope_theta", "rope_scaling", "max_position_embeddings", "attention_w
 """What an extension to longer sequences changes on purpose: said, not refused."""
 
 
-def check_start(config: Config) -> None:
+def check_start(config: Config, tokenizer: str = "", allowed: Collection[str] = ()) -> None:
     """Refuse a starting point that this run cannot take, before any process group exists.
 
     A run whose own folder holds a whole checkpoint goes on from that one and needs no starting point any more.
 
     Args:
         config: resolved, with a number for model.vocab_size.
+        tokenizer: hash of the run's tokenizer; empty where it is not known.
+        allowed: keys whose change this one launch allows.
     Raises:
         ConfigError: naming the key, both values and the fix.
     """
@@ -47,6 +53,12 @@ def check_start(config: Config) -> None:
     if wrong:
         fix = f"set model.preset={wanted} and no other key of model" if foreign else "set them as they are there"
         raise ConfigError(f"checkpoint.init_from={wanted} holds another model: {'; '.join(wrong)}; {fix}")
+    known = _tokenizers_of(source)
+    if tokenizer and known and tokenizer not in known and not {"data", "data.tokenizer"} & {*allowed}:
+        raise ConfigError(f"checkpoint.init_from={wanted} was trained with another tokenizer (hash "
+                          f"{' or '.join(one[:12] for one in known)}) than the run's data (hash {tokenizer[:12]}), so "
+                          f"its ids mean other text; prepare the data with that tokenizer, or give `--allow-change "
+                          f"data.tokenizer` to this launch")
 
 
 def find_source(path: Path) -> Path:
@@ -73,6 +85,19 @@ def _model_of(source: Path) -> ModelConfig:
     if (source / checkpoints.MANIFEST).is_file():
         return load_config(str(source / "config.yaml")).model
     return config_from({"model": read_huggingface(source)}).model
+
+
+def _tokenizers_of(source: Path) -> list[str]:
+    """Hashes of the tokenizers that a starting point carries, in each form it has; none where it says nothing."""
+    if (source / checkpoints.MANIFEST).is_file():
+        saved = checkpoints.read_state(source).get("tokenizer")
+        return [str(saved)] if saved else []
+    found = []
+    for kind, name in FILE_NAMES.items():
+        if (source / name).is_file():
+            with contextlib.suppress(DataError):    # its library is not installed, say: then no more is known
+                found.append(load_tokenizer(kind, source / name).hash)
+    return found
 
 
 def start_from(state: TrainState, config: Config) -> list[str]:

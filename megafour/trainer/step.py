@@ -6,12 +6,14 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from megafour.comm import primitives
+from megafour.comm.ledger import CONTROL
+from megafour.comm.waits import Wait
 from megafour.data.batch import MicroBatch
 from megafour.mesh import Mesh
 from megafour.model.stage import Stage
@@ -24,6 +26,7 @@ from megafour.parallel.pipeline.select import Pipeline
 from megafour.parallel.pipeline.wire import Activation
 from megafour.parallel.tensor.cross_entropy import IGNORE
 from megafour.trainer.scaler import LossScaler
+from megafour.trainer.spikes import SpikeGuard
 
 
 @dataclass
@@ -35,9 +38,11 @@ class StepResult:
     grad_norm: float
     """Global norm before clipping."""
     applied: bool
-    """Whether the weights were updated; False when a gradient or the loss was not finite."""
+    """Whether the weights were updated; False when a gradient or the loss was not finite, or the norm a spike."""
     flags: float = 0.0
     """Sum over ranks of the flag that each passed (a stop was asked for)."""
+    spike: str | None = None
+    """Why a step with a finite norm was not applied, in words."""
 
 
 @dataclass
@@ -55,6 +60,8 @@ class TrainState:
     grad_clip: float
     recorder: Recorder | None = None
     """Takes the time of the pipeline's actions, in the step that is to be drawn."""
+    spikes: SpikeGuard | None = None
+    """Judges the norm of each step; None: every finite one is applied."""
 
 
 def train_step(state: TrainState, batches: list[MicroBatch], step: int, lr: float,
@@ -75,12 +82,13 @@ def train_step(state: TrainState, batches: list[MicroBatch], step: int, lr: floa
     loss, norm, flags = sum_over_world(state, loss_part, flag() if flag is not None else 0.0)
     norm = norm / state.scaler.scale
     finite = math.isfinite(loss) and math.isfinite(norm)
-    if finite:
+    spike = state.spikes.judge(norm) if finite and state.spikes is not None else None
+    if finite and spike is None:
         set_phase(state.mesh, "optimizer")
         clip = min(1.0, state.grad_clip / (norm + 1e-6)) if state.grad_clip > 0 else 1.0
         state.optimizer.step(lr, clip / state.scaler.scale)
     state.scaler.update(finite)
-    return StepResult(loss, norm, finite, flags)
+    return StepResult(loss, norm, finite and spike is None, flags, spike)
 
 
 def forward_backward(state: TrainState, batches: list[MicroBatch], step: int, valid: int, *,
@@ -127,7 +135,7 @@ def wire(state: Evaluated, batches: list[MicroBatch]) -> Activation:
 def count_valid_tokens(batches: list[MicroBatch], mesh: Mesh) -> int:
     """Trained tokens of the global batch, counted once, over dp×cp."""
     count = torch.stack([(b.labels != IGNORE).sum() for b in batches]).sum().to(mesh.device)
-    return int(control_sum(count, mesh, "dp_cp"))
+    return int(on_host(control_sum(count, mesh, "dp_cp"), mesh))
 
 
 def sum_over_world(state: TrainState, loss_part: Tensor, flag: float) -> tuple[float, float, float]:
@@ -139,21 +147,31 @@ def sum_over_world(state: TrainState, loss_part: Tensor, flag: float) -> tuple[f
     parts = torch.stack([loss_part.double() if counts_loss else zero, squares if counts_norm else zero, zero + flag])
     # A part that is not counted may still be the one that is not finite: it must reach every rank.
     parts = torch.where(torch.isfinite(squares), parts, parts + torch.tensor([0.0, math.nan, 0.0]).to(parts))
-    loss, square, flags = control_sum(parts, mesh, "world").tolist()
+    loss, square, flags = on_host(control_sum(parts, mesh, "world"), mesh)
     return loss, math.sqrt(square) if square >= 0 else math.nan, flags
 
 
 def control_sum(x: Tensor, mesh: Mesh, group: str) -> Tensor:
     """All-reduce a control scalar, which the ledger keeps apart from the step's tensors."""
-    phase = mesh.ledger.phase if mesh.ledger else ""
-    set_phase(mesh, "control")
+    doing, counted = mesh.waits.phase, mesh.ledger.phase if mesh.ledger else ""
+    set_phase(mesh, CONTROL)
     primitives.all_reduce(x, mesh.group(group))
-    set_phase(mesh, phase)
+    set_phase(mesh, counted)
+    mesh.waits.phase = doing
     return x
 
 
+def on_host(x: Tensor, mesh: Mesh) -> Any:
+    """The values of a tensor, once the device has come to it; on GPUs it is here that a rank waits for all others."""
+    if x.device.type == "cpu":
+        return x.tolist()
+    with Wait(mesh.waits, "the device's work", "all axes", mesh.group("world").ranks):
+        return x.tolist()
+
+
 def set_phase(mesh: Mesh, phase: str) -> None:
-    """Tell the ledger, if there is one, what the step is doing."""
+    """Note what the rank is doing: for the ledger, if there is one, and for the report of a hang."""
+    mesh.waits.phase = phase
     if mesh.ledger is not None:
         mesh.ledger.phase = phase
 
@@ -174,4 +192,4 @@ def evaluate_batch(state: Evaluated, batches: list[MicroBatch]) -> tuple[float, 
     total = torch.zeros((), dtype=torch.float64, device=device)
     if counted:
         total = torch.stack(losses).double().sum()
-    return float(control_sum(total, state.mesh, "world")), valid
+    return float(on_host(control_sum(total, state.mesh, "world"), state.mesh)), valid

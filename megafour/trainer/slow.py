@@ -1,0 +1,86 @@
+"""Ranks that compute longer than those which do the same work: named, since all others wait for them."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from megafour.mesh import Mesh
+from megafour.trainer.step import control_sum, on_host
+
+SHARE = 0.2
+"""How far above the median of its stage a rank's compute is worth a line."""
+ALONE = 1.0
+ALONE = 1.0
+"""The same, above the median of all, for a rank that is a stage by itself: stages differ by what they hold."""
+LEAST = 0.01
+"""Seconds a step below which a difference is a busy machine's noise."""
+
+
+@dataclass
+class SlowRanks:
+    """The time that each rank spends on a step without waiting for others: data, compute, the host's own work."""
+
+    mesh: Mesh
+    every: int
+    """Steps over which the time is taken, and between two looks at everyone's; 0: never."""
+    seconds: float = 0.0
+    steps: int = 0
+    names: list[tuple[str, int]] = field(default_factory=list)
+    """Every rank in words, and its pipeline rank."""
+
+    def __post_init__(self) -> None:
+        if self.mesh.world == 1:
+            self.every = 0
+        self.mesh.waits.on_device = self.every > 0 and self.mesh.device.type == "cuda"
+
+    def begin(self) -> None:
+        """A step begins."""
+        if self.every:
+            self.mesh.waits.take()
+
+    def end(self, seconds: float) -> list[str]:
+        """A step has ended that took so many seconds. All ranks call it together.
+
+        Returns:
+            a line for each slow rank, when it is time to look; the same on every rank.
+        """
+        if not self.every:
+            return []
+        self.seconds += seconds - self.mesh.waits.take()
+        self.steps += 1
+        if self.steps < self.every:
+            return []
+        found = torch.zeros(self.mesh.world, dtype=torch.float64, device=self.mesh.device)
+        found[self.mesh.rank] = self.seconds / self.steps
+        self.seconds, steps, self.steps = 0.0, self.steps, 0
+        if not self.names:
+            every: list[tuple[str, int]] = [("", 0)] * self.mesh.world
+            dist.all_gather_object(every, (self.mesh.describe(), self.mesh.coords["pp"]))
+            self.names = every
+        seconds_of = on_host(control_sum(found, self.mesh, "world"), self.mesh)
+        return slow_lines(seconds_of, self.names, steps)
+
+
+def slow_lines(seconds: list[float], names: list[tuple[str, int]], steps: int) -> list[str]:
+    """`slow: rank 3 (dp1-tp0): 1.42 s of compute a step, median 1.01 s`, the slowest first.
+
+    Args:
+        seconds: of each rank, a step.
+        names: every rank in words, and its pipeline rank.
+        steps: over which the seconds were taken.
+    """
+    lines = []
+    for rank, (name, stage) in enumerate(names):
+        peers = [s for s, (_, other) in zip(seconds, names, strict=True) if other == stage]
+        alone = len(peers) == 1
+        # The lower one of two: else a rank would have to be half as slow again as its only peer.
+        median = statistics.median_low(seconds if alone else peers)
+        if seconds[rank] > median + max(LEAST, (ALONE if alone else SHARE) * median):
+            whose = "of all ranks" if alone else "of its stage" if len(peers) < len(names) else "of all ranks"
+            lines.append((seconds[rank] / median, f"slow: {name}: {seconds[rank]:.3g} s of compute a step, median "
+                                                  f"{whose} {median:.3g} s (over {steps} steps)"))
+    return [line for _, line in sorted(lines, reverse=True)]

@@ -1,0 +1,55 @@
+"""A slow rank is named, by the time that it does not wait; ranks that are level are not."""
+
+import time
+from unittest import mock
+
+import pytest
+
+from megafour.model import decoder
+from megafour.trainer import loop
+from megafour.trainer.slow import slow_lines
+from tests import training
+from tests.training import settings, write_corpus
+
+
+def slowed(rank, world, values, slow, where):
+    """Train; the rank `slow` sleeps in each step: in the passes of the model, or where data are read."""
+    owner, name = {"data": (loop.Run, "_on_device"), "model": (decoder.Block, "forward")}[where]
+    real = getattr(owner, name)
+
+    def sleeping(*args, **named):
+        time.sleep(0.2 if rank == slow else 0.02)       # the others too: noise must be small beside what is measured
+        return real(*args, **named)
+
+    with mock.patch.object(owner, name, sleeping):
+        return training.train(rank, world, values)
+
+
+@pytest.mark.parametrize(("parallel", "world", "slow", "where", "name"), [
+    ({"dp": 2}, 2, 1, "data", "rank 1 (dp1)"), ({"tp": 2}, 2, 0, "data", "rank 0 (tp0)"),
+    ({"dp": 2, "pp": 2, "zero_stage": 1}, 4, 3, "model", "rank 3 (dp1-pp1)"),
+    ({"pp": 2}, 2, 1, "data", "rank 1 (pp1)")])
+def test_a_slow_rank_is_named_and_no_other(pool, tmp_path, parallel, world, slow, where, name):
+    write_corpus(tmp_path / "corpus")
+    values = settings(tmp_path, parallel, train={"steps": 5, "micro_batch_size": 4},
+                      logging={"slow_ranks": 4, "tensorboard": False})
+    assert pool.run(slowed, world, values, slow, where) == [0] * world
+    log = (tmp_path / "run" / "logs" / "rank-0.log").read_text()
+    lines = [line.partition("slow: ")[2] for line in log.splitlines() if "slow: " in line]
+    assert [line.startswith(f"{name}: ") for line in lines] == [True], log
+    assert " s of compute a step, median of " in lines[0] and lines[0].endswith("(over 4 steps)")
+
+
+def test_who_is_slow():
+    four = [("rank 0 (dp0-pp0)", 0), ("rank 1 (dp1-pp0)", 0), ("rank 2 (dp0-pp1)", 1), ("rank 3 (dp1-pp1)", 1)]
+    assert slow_lines([1.0, 1.1, 2.0, 2.3], four, 100) == []        # stages are not compared
+    assert slow_lines([1.0, 1.0, 2.0, 2.5], four, 100) == [
+        "slow: rank 3 (dp1-pp1): 2.5 s of compute a step, median of its stage 2 s (over 100 steps)"]
+    alone = [(f"rank {r} (pp{r})", r) for r in range(4)]
+    assert slow_lines([1.0, 1.0, 1.0, 1.9], alone, 100) == []
+    assert slow_lines([1.0, 1.0, 1.0, 2.1], alone, 100)[0].startswith("slow: rank 3 (pp3): 2.1 s")
+    equal = [(f"rank {r} (tp{r})", 0) for r in range(4)]
+    assert [line[6:12] for line in slow_lines([1.0, 1.42, 1.0, 1.5], equal, 100)] == ["rank 3", "rank 1"]
+    assert "median of all ranks 1 s" in slow_lines([1.0, 1.0, 1.0, 1.5], equal, 100)[0]
+    assert slow_lines([1.0, 1.19, 0.9, 1.0], equal, 100) == []
+    assert slow_lines([0.01, 0.019, 0.01, 0.01], equal, 100) == []     # 9 ms: a busy machine's noise
