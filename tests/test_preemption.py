@@ -148,7 +148,7 @@ def test_sigterm_to_the_agent_while_a_save_takes_long(tmp_path, save, patience, 
 
 RAISES = """
 import sys, unittest.mock
-import megafour.trainer.loop, megafour.data.loader, megafour.trainer.saving
+import megafour.trainer.loop, megafour.data.loader, megafour.model.decoder, megafour.trainer.saving
 from megafour.mesh import Launch
 from train import main
 
@@ -168,10 +168,11 @@ sys.exit(code)
 
 
 @pytest.mark.parametrize(("owner", "name"), [
-    ("megafour.data.loader.BatchLoader", "step"), ("megafour.trainer.saving.Saver", "save"),
+    ("megafour.model.decoder.Block", "forward"), ("megafour.data.loader.BatchLoader", "step"),
+    ("megafour.trainer.saving.Saver", "save"),
     ("megafour.trainer.loop", "evaluate_batch")])
 def test_an_error_of_one_rank_ends_the_job_and_is_shown(tmp_path, owner, name):
-    """E1: in a data worker, a save, an evaluation; the original error, its rank, a code that is not zero, soon."""
+    """E1: in the forward pass, a data worker, a save, an evaluation; the original error, its rank, not zero, soon."""
     write_corpus(tmp_path / "corpus")
     values = settings(tmp_path, {"pp": 2}, checkpoint={"every": 1}, eval={"every": 1},
                       data={"valid": {"held": [{"path": str(tmp_path / "corpus")}]}, "workers": 1})
