@@ -107,7 +107,7 @@ def drill(folder: Path, world: int, values: dict, kills: int, seed: int) -> dict
             time.sleep(chance.uniform(0.0, length))
             victim = chance.choice(pids)
             os.kill(victim, signal.SIGKILL)
-            codes, seconds = wait_all(pids, PATIENCE, lambda s=started: _status(place).get("time", 0) < s)
+            codes, seconds = wait_all(pids, PATIENCE, lambda s=started, p=place: _status(p).get("time", 0) < s)
             if set(codes) == {0} or codes[pids.index(victim)] != -signal.SIGKILL:
                 length *= 0.8       # the run was over before the kill: this machine has become faster
                 break
