@@ -98,7 +98,7 @@ from train import main
 real = SummedFiles.create_stream
 
 def create_stream(self, path, mode):
-    if "w" in mode and "step-00000002" not in str(path):
+    if "w" in mode and str(path).endswith(".distcp") and "step-00000002" not in str(path):
         time.sleep({seconds})
     return real(self, path, mode)
 
