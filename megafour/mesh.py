@@ -7,6 +7,7 @@ import time
 import uuid
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
@@ -239,6 +240,9 @@ class Mesh:
         outer = [ring[i::inner_ring] for ring in rings for i in range(inner_ring)]
         groups["ring_inner"] = _new_group("ring_inner", inner, here, ledger, known)
         groups["ring_outer"] = _new_group("ring_outer", outer, here, ledger, known)
+        for name in ("ring", "ring_inner", "ring_outer"):
+            if groups[name].pg is not None and device.type == "cpu":
+                groups[name] = replace(groups[name], poster=ThreadPoolExecutor(1, f"{name}-poster"))
         waits = Waits()
         groups = {name: replace(group, waits=waits) for name, group in groups.items()}
         return cls(sizes, coords, here, device, groups, ledger, device_mesh, waits)

@@ -239,6 +239,6 @@ def test_a_config_does_not_change():
 
 def test_loading_imports_no_torch():
     code = ("import sys; from megafour.config.load import load_config; from megafour.config.rules import resolve; "
-            "from megafour.config.describe import describe; "
+            "from megafour.cost.describe import describe; "
             "print(describe(resolve(load_config(None), 1, data=False))); assert 'torch' not in sys.modules")
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -106,6 +106,24 @@ def test_a_change_in_one_document_changes_no_bit_of_another(pool, method, layout
     assert changed
 
 
+def test_parts_of_one_rank_share_tables_and_masks():
+    """Made once a micro-batch, though each of two is under way on both parts; none is held in the end."""
+    config = config_of("llama", "fp64", pipeline={"schedule": "interleaved_1f1b", "virtual_stages": 2})
+    stage, made, one = build_stage(config, Mesh.single(), VOCAB), [], torch.tensor(1.0, dtype=torch.float64)
+    initialize(stage, 1)
+    shift, real = np.r_[IDS, IDS[-1] + 1], stage.rope
+    batches = [collate(tokens_of(), torch.arange(2), stage.build.positions, document_ids=ids[None].repeat(2, 0))
+               for ids in (shift, np.roll(shift, 5))]
+    stage.rope = lambda positions: made.append(0) or real(positions)
+    hidden = [stage(batch, None, one, step=0, train=True, chunk=0) for batch in batches]
+    losses = [stage(batch, x, one, step=0, train=True, chunk=1) for batch, x in zip(batches, hidden, strict=True)]
+    assert len(made) == 2 and not stage._packed
+    plain = build_stage(config_of("llama", "fp64"), Mesh.single(), VOCAB)
+    initialize(plain, 1)
+    assert [x.item() for x in losses] == [plain(batch, None, one, step=0, train=True).item() for batch in batches]
+    assert losses[0] != losses[1]
+
+
 def test_documents_of_a_sample_come_from_the_index(tmp_path):
     lengths = [5, 0, 2, 1, 9, 4]
     with IndexedWriter(tmp_path / "corpus", VOCAB) as writer:

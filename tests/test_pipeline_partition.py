@@ -1,55 +1,118 @@
-"""Layers to stages: optimal against exhaustive search, the yardstick's 6/2, explicit counts and what is refused."""
+"""Layers to stages: against exhaustive search, the yardstick's 6/2, memory, explicit counts and what is refused."""
 
+import random
 from itertools import combinations
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megafour.config.load import config_from
 from megafour.parallel.pipeline.actions import Placement
-from megafour.parallel.pipeline.partition import balanced, explicit, partition, partition_layers
+from megafour.parallel.pipeline.balance import Loads, _Costs, balance
+from megafour.parallel.pipeline.partition import explicit, partition_layers
+from megafour.parallel.pipeline.select import pipeline_of
 
-LLAMA = SimpleNamespace(num_layers=8, hidden_size=512, num_attention_heads=8, kv_heads=4, head_size=64,
-                        ffn_hidden_size=1408, activation="swiglu", vocab_size=32000)
+LLAMA = {"model.num_layers": 8, "model.hidden_size": 512, "model.num_attention_heads": 8,
+         "model.num_key_value_heads": 4, "model.ffn_hidden_size": 1408, "model.vocab_size": 32000,
+         "data.seq_length": 1024, "parallel.dp": 1, "parallel.tp": 1, "parallel.cp": 1}
 
 
-def counts(spans):
+def counts(pp, schedule="1f1b", vocab=None, **changes):
+    changes = {key.replace("__", "."): value for key, value in changes.items()}
+    config = config_from({}).replace({**LLAMA, "parallel.pp": pp, "parallel.pipeline.schedule": schedule, **changes})
+    spans = partition_layers(config, pipeline_of(config), vocab)
+    assert [layer for start, count in spans for layer in range(start, start + count)] == list(
+        range(config.model.num_layers))
     return [count for _, count in spans]
 
 
 def test_the_head_weighs_as_much_as_layers():
-    assert partition(LLAMA, 1024, 2) == [(0, 6), (6, 2)]
-    assert counts(partition(LLAMA, 1024, 4)) == [2, 2, 3, 1]
-    assert partition(LLAMA, 1024, 1) == [(0, 8)]
-    assert counts(partition(LLAMA, 1024, 8)) == [1] * 8
+    assert counts(2) == [6, 2]
+    assert counts(1) == [8]
+    assert counts(8) == [1] * 8
+    assert counts(2, vocab=32000, model__vocab_size="auto") == [6, 2]
+    assert counts(2, parallel__pipeline__partition=[3, 5]) == [3, 5]
 
 
 def test_recomputed_layers_weigh_more():
-    assert counts(partition(LLAMA, 1024, 2, recompute="full")) == [6, 2]
-    heavy = SimpleNamespace(**{**vars(LLAMA), "num_layers": 16})
-    assert counts(partition(heavy, 1024, 2)) == [10, 6]
-    assert counts(partition(heavy, 1024, 2, recompute="full")) == [10, 6]
-    assert counts(partition(heavy, 8192, 2)) == [9, 7]
+    assert counts(2, train__recompute="full") == [6, 2]
+    assert counts(2, model__num_layers=16) == counts(2, model__num_layers=16, train__recompute="full") == [10, 6]
+    assert counts(2, model__num_layers=16, data__seq_length=8192) == [9, 7]
 
 
-@settings(max_examples=200, deadline=None)
-@given(st.lists(st.integers(1, 30), min_size=1, max_size=9), st.data(), st.integers(0, 60), st.integers(0, 90))
-def test_optimal_and_whole(costs, data, first, last):
-    stages = data.draw(st.integers(1, len(costs)))
+def test_memory_decides_where_compute_does_not():
+    """The head is as much as 4.7 layers, so that the last stage has one and the others may have five."""
+    # The embedding is heavy, too.
+    assert counts(4) == [1, 3, 3, 1]
+    # Large micro-batches: the later a rank, the fewer of them 1F1B keeps alive.
+    assert counts(4, train__micro_batch_size=16, train__global_batch_size=256) == [1, 2, 4, 1]
+    # A small head that still is more than nothing: not on the last, and of the others the last keeps fewest.
+    assert counts(4, model__num_layers=9, model__vocab_size=64) == [2, 2, 3, 2]
 
-    def price(cuts):
-        edges = [0, *cuts, len(costs)]
-        loads = [sum(costs[a:b]) for a, b in zip(edges, edges[1:], strict=False)]
-        loads[0] += first
-        loads[-1] += last
-        return max(loads), sum(load * load for load in loads)
 
-    spans = balanced(costs, stages, first, last)
-    assert [layer for start, count in spans for layer in range(start, start + count)] == list(range(len(costs)))
-    assert min(counts(spans)) >= 1
-    every = combinations(range(1, len(costs)), stages - 1)
-    assert price([start for start, _ in spans[1:]]) == min(price(cuts) for cuts in every)
+def test_a_rank_is_balanced_over_its_stages():
+    """Over a V rank 0 has embedding and head: of 8 + 4.7 layers' work over two ranks 2 + 4.7 are its share."""
+    a, b, c, d = counts(2, "zb_v")
+    assert (a + d, b + c) == (2, 6) and max(b, c) == 3
+    first, second, third, last = counts(2, "interleaved_1f1b", parallel__pipeline__virtual_stages=2)
+    assert (first + third, second + last) == (6, 2) and last == 1
+
+
+PLACEMENTS = [*(Placement.looped(ranks) for ranks in (1, 2, 3, 4)), Placement((0, 1, 1)), Placement.vee(2),
+              Placement.vee(3), Placement.looped(1, 3), Placement.looped(2, 2), Placement.looped(2, 3)]
+"""The first four with one stage a rank."""
+
+
+def prices(loads, placement):
+    """Of every cut: the compute of the dearest rank and stage, and the memory of the fullest rank."""
+    layers, costs = len(loads.layers), _Costs(loads, placement)
+    for cuts in combinations(range(1, layers), placement.stages - 1):
+        ranks, stages, memory = costs.of([b - a for a, b in zip((0, *cuts), (*cuts, layers), strict=True)])
+        yield max(ranks), max(stages), max(memory), sum(stage * stage for stage in stages)
+
+
+def price(loads, placement, found):
+    ranks, stages, memory = _Costs(loads, placement).of(found)
+    return max(ranks), max(stages), max(memory), sum(stage * stage for stage in stages)
+
+
+@st.composite
+def problems(draw, alike):
+    placement = draw(st.sampled_from(PLACEMENTS if alike else PLACEMENTS[:4]))
+    count = draw(st.integers(placement.stages, 10))
+    layers = [draw(st.integers(1, 30))] * count if alike else draw(
+        st.lists(st.integers(1, 30), min_size=count, max_size=count))
+    memory = draw(st.lists(st.integers(1, 20), min_size=placement.ranks, max_size=placement.ranks))
+    ends = [draw(st.integers(0, most)) for most in (60, 90, 60, 60)]
+    return Loads(layers, ends[0], ends[1], draw(st.sampled_from((memory, []))), ends[2], ends[3]), placement
+
+
+@settings(max_examples=150, deadline=None)
+@given(problems(alike=True))
+def test_the_best_cut_of_equal_layers(problem):
+    loads, placement = problem
+    assert price(loads, placement, balance(loads, placement))[:3] == min(prices(loads, placement))[:3]
+
+
+@settings(max_examples=150, deadline=None)
+@given(problems(alike=False))
+def test_the_best_cut_with_one_stage_a_rank(problem):
+    loads, placement = problem
+    assert price(loads, placement, balance(loads, placement)) == min(prices(loads, placement))
+
+
+def test_layers_that_differ_on_several_stages_a_rank():
+    """The descent finds the best in nine of ten cases and is never further off than the dearest layer."""
+    draw, exact, cases = random.Random(0), 0, 200
+    for _ in range(cases):
+        placement = draw.choice([p for p in PLACEMENTS if p.ranks < p.stages])
+        layers = [draw.randint(1, 30) for _ in range(draw.randint(placement.stages, 10))]
+        loads = Loads(layers, draw.randint(0, 30), draw.randint(0, 90))
+        found, best = price(loads, placement, balance(loads, placement))[0], min(prices(loads, placement))[0]
+        exact += found == best
+        assert found <= best + max(layers)
+    assert exact >= 0.9 * cases
 
 
 def test_explicit():
@@ -61,15 +124,4 @@ def test_explicit():
     with pytest.raises(ValueError, match=r"4 \+ 3 = 7 is not num_layers = 8"):
         explicit([4, 3], 8, 2)
     with pytest.raises(ValueError, match="2 layers cannot fill 3 stages"):
-        balanced([1, 1], 3)
-
-
-def test_from_the_configuration():
-    def config(asked, vocab):
-        return SimpleNamespace(model=SimpleNamespace(**{**vars(LLAMA), "vocab_size": vocab}),
-                               data=SimpleNamespace(seq_length=1024), train=SimpleNamespace(recompute="none"),
-                               parallel=SimpleNamespace(pipeline=SimpleNamespace(partition=asked)))
-
-    assert partition_layers(config("auto", "auto"), Placement.looped(2), 32000) == [(0, 6), (6, 2)]
-    assert partition_layers(config([3, 5], "auto"), Placement.looped(2)) == [(0, 3), (3, 5)]
-    assert partition_layers(config("auto", "auto"), Placement.looped(1)) == [(0, 8)]
+        balance(Loads([1, 1]), Placement.looped(3))

@@ -6,11 +6,11 @@ from unittest import mock
 import pytest
 
 from megafour.config.load import config_from
-from megafour.verify.matrix import SCHEDULES, schedule_rows
+from megafour.verify.matrix import OPTIONS, SCHEDULES, schedule_rows
 from megafour.verify.run import check
 from megafour.verify.shrink import option_case
 
-NAMES = ("schedule", "mesh", "micro_batches", "recompute", "tied", "layers", "dropout")
+NAMES = ("schedule", "mesh", "micro_batches", "recompute", "tied", "layers", "dropout", "documents")
 
 
 def walk(pool, rows, deviation):
@@ -45,6 +45,11 @@ def test_the_walk_is_what_it_says():
         for option, value in (("tied", "true"), ("layers", "uneven"), ("recompute", "full"), ("dropout", "on"),
                               ("zero_stage", "1"), ("sequence_parallel", "true"), ("mesh", "pp2-cp2")):
             assert any(row.get(option) == value for row in mixed), option
+        for method in OPTIONS["method"]:
+            assert any(row.get("method", "ring") == method and row["documents"] == "on" and "cp" in row["mesh"]
+                       for row in mixed), method
+    seen = [row for row in schedule_rows(whole=False) if row["documents"] == "on"]
+    assert {row.get("method", "ring") for row in seen} == set(OPTIONS["method"])
 
 
 @contextmanager

@@ -31,6 +31,8 @@ def add_parser(subparsers: Any) -> None:
         "weight gradient on a rank, and of one transfer (default: 1,1,1,0)")
     add("--memory", type=float, metavar="N", help="for zb_auto: micro-batches whose activations a rank may hold "
         "(default: P, as 1F1B)")
+    add("--kept", type=_share, default=1.0, metavar="SHARE", help="for zb_auto: the share of a micro-batch's "
+        "activations that waits for the weight gradient once the input's is done (default: 1)")
     add("--save", type=Path, metavar="FILE.json", help="write the table, for parallel.pipeline.schedule=FILE.json")
     add("--out", type=_picture, metavar="FILE", help="a picture: .svg or .png (needs matplotlib)")
 
@@ -73,7 +75,8 @@ def _table(args: argparse.Namespace) -> Table:
     try:
         if args.name == "zb_auto":
             memory = args.stages if args.memory is None else args.memory
-            return search(args.stages, args.micro_batches, args.times or Times(), memory, args.virtual_stages or 1)
+            return search(args.stages, args.micro_batches, args.times or Times(), memory, args.virtual_stages or 1,
+                          args.kept)
         return find(args.name, args.stages, args.virtual_stages).table(args.micro_batches)
     except ScheduleError as error:
         raise ConfigError(f"--name {args.name}: {error}") from None
@@ -89,6 +92,16 @@ def _times(text: str) -> Times:
     if len(values) not in (3, 4) or min(values) < 0 or sum(values[:3]) <= 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not F,B,W or F,B,W,COMM, in numbers of at least 0")
     return Times(*values)
+
+
+def _share(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a share, from 0 to 1")
+    return value
 
 
 def _picture(text: str) -> Path:

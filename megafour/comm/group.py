@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from concurrent.futures import Executor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
@@ -33,6 +34,11 @@ class Group:
     """The torch process group; None exactly when the group has one member."""
     ledger: Ledger | None = field(default=None, compare=False)
     """Where traffic is recorded; None when accounting is off."""
+    poster: Executor | None = field(default=None, repr=False, compare=False)
+    """One thread that posts this group's point-to-point transfers, in order; None posts from the caller's.
+
+    gloo copies a message into the socket from the thread that posts it, before anything can be computed under it.
+    """
     waits: Waits = field(default_factory=Waits, compare=False, repr=False)
     """Where this rank says what it waits for."""
 

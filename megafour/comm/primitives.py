@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -36,6 +37,18 @@ class Pending:
         if self._finish is not None:
             self._result, self._finish = self._finish(self._result), None
         return self._result
+
+
+class _Posting:
+    """A batch that another thread is posting."""
+
+    def __init__(self, posted: Future[list[Any]]) -> None:
+        self._posted = posted
+
+    def wait(self) -> None:
+        """Block until the batch is posted and complete."""
+        for work in self._posted.result():
+            work.wait()
 
 
 def _deliver(pending: Pending, async_op: bool) -> Any:
@@ -155,7 +168,8 @@ def send_recv(sends: Sequence[tuple[Tensor, int]], recvs: Sequence[tuple[Tensor,
     """Post point-to-point transfers as one batch, so that no order of peers can deadlock.
 
     `sends`: (contiguous tensor, peer's index in the group); `recvs`: (contiguous buffer, peer's index). Between two
-    ranks, transfers match in the order posted. `wait()` returns the list of receive buffers.
+    ranks, transfers match in the order posted. `wait()` returns the list of receive buffers. A tensor that is sent
+    must not change before.
     """
     buffers = [buffer for buffer, _ in recvs]
     ops = []
@@ -167,5 +181,8 @@ def send_recv(sends: Sequence[tuple[Tensor, int]], recvs: Sequence[tuple[Tensor,
     if not ops:
         return Pending(buffers)
     with (clock := group.timed("send_recv", [peer for _, peer in (*recvs, *sends)])):
-        works = dist.batch_isend_irecv(ops)
+        if group.poster is not None:
+            works: list[Any] = [_Posting(group.poster.submit(dist.batch_isend_irecv, ops))]
+        else:
+            works = dist.batch_isend_irecv(ops)
     return Pending(buffers, works, keep=[tensor for tensor, _ in sends], clock=clock)

@@ -52,7 +52,7 @@ class PipelineConfig(Section):
 
     partition: Literal["auto"] | Annotated[list[int], Field(min_length=1)] = "auto"
     """Layers on each stage, such as `[7, 8, 8, 7]`; with virtual stages pp · virtual_stages counts, in the order in
-    which activations pass them. `auto` balances the cost, embedding and head counted."""
+    which activations pass them. `auto` makes the slowest rank's work least, embedding and head counted, then memory."""
 
 
 class ParallelConfig(Section):

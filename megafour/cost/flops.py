@@ -65,6 +65,14 @@ def layer_parameters(model: Any) -> int:
     return matrices + biases + norms
 
 
+def model_parameters(model: Any, vocab_size: int) -> int:
+    """Trained numbers of the whole model with `vocab_size` token ids, padding not counted."""
+    embeddings = vocab_size * model.hidden_size * (1 if model.tie_embeddings else 2)
+    if model.position == "learned":
+        embeddings += (model.max_position_embeddings or 0) * model.hidden_size
+    return model.num_layers * layer_parameters(model) + norm_parameters(model) + embeddings
+
+
 def norm_parameters(model: Any) -> int:
     """Parameters of one norm over the hidden size: a gain, and with LayerNorm a bias."""
     return model.hidden_size * (2 if getattr(model, "norm", "rmsnorm") == "layernorm" else 1)

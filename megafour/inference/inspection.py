@@ -16,12 +16,12 @@ from megafour.checkpoint import folder as checkpoints
 from megafour.checkpoint import huggingface
 from megafour.checkpoint.reading import CheckpointReader
 from megafour.checkpoint.safetensors_file import DTYPES, SafetensorsFolder
-from megafour.config.describe import describe, model_words
 from megafour.config.errors import ConfigError
 from megafour.config.huggingface import huggingface_family
 from megafour.config.load import load_config
 from megafour.config.rules import resolve
 from megafour.config.schema import Config
+from megafour.cost.describe import describe, model_words
 from megafour.inference.load import find_model, huggingface_values, vocabulary_of
 from megafour.model.shapes import logical_shapes
 from megafour.parallel.context import balance

@@ -27,6 +27,9 @@ from megafour.parallel.tensor.embedding import VocabParallelEmbedding
 if TYPE_CHECKING:
     from megafour.data.batch import MicroBatch
 
+Packed = tuple[Tensor | None, Tensor | None, Masks]
+"""What depends on where the documents of a micro-batch begin: the rotary tables, cosine and sine, and the masks."""
+
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """`train.precision` -> dtype of weights and activations."""
 
@@ -55,6 +58,7 @@ class Stage(nn.Module):
             self.decoders.append(decoder)
         self.positions = build.positions.to(build.device)
         self.masks = Masks()
+        self._packed: dict[int, tuple[MicroBatch, Packed]] = {}
         self.cos: Tensor | None = None
         self.sin: Tensor | None = None
         if build.device.type != "meta":
@@ -90,20 +94,32 @@ class Stage(nn.Module):
         shard = self.sequence_shard
         return (len(self.build.positions[shard]), micro_batch_size, self.build.model.hidden_size)
 
-    def make_pass(self, batch: MicroBatch, *, step: int, train: bool) -> Pass:
+    def make_pass(self, batch: MicroBatch, *, step: int, train: bool, chunk: int = 0) -> Pass:
         """Everything a forward of this micro-batch needs besides its activations."""
         cfg = self.build.config
         tokens = batch.sample_ids[None, :] * cfg.data.seq_length + self.positions[self.sequence_shard][:, None]
-        cos, sin, masks = self.cos, self.sin, self.masks
+        (cos, sin), masks = (self.cos, self.sin), self.masks
         if batch.document_starts is not None:
-            (cos, sin), masks = self.rope(batch.positions.t()), Masks(batch.document_starts)
+            cos, sin, masks = self._documents(batch, chunk)
         return Pass(cos=cos, sin=sin, seed=cfg.run.seed, step=step, dropout=train, sample_ids=batch.sample_ids,
                     tokens=tokens, recompute=cfg.train.recompute if train else "none", masks=masks)
+
+    def _documents(self, batch: MicroBatch, chunk: int) -> Packed:
+        """Rotary tables and masks of packed documents: made for the first part, given up by the last.
+
+        What a backward needs of them the parts' graphs hold, so that nothing stays longer than it would without this.
+        """
+        known = self._packed.pop(id(batch), None)
+        packed = known[1] if known is not None and known[0] is batch else (
+            *self.rope(batch.positions.t()), Masks(batch.document_starts))
+        if chunk < len(self.decoders) - 1:
+            self._packed[id(batch)] = (batch, packed)
+        return packed
 
     def forward(self, batch: MicroBatch, x: Tensor | None, scale: Tensor, *, step: int, train: bool,
                 chunk: int = 0) -> Tensor:
         """Activations `[s(/tp), b, h]`, or on the last stage the scaled sum of token losses, 0-D."""
-        hidden = self.hidden(batch, x, self.make_pass(batch, step=step, train=train), chunk)
+        hidden = self.hidden(batch, x, self.make_pass(batch, step=step, train=train, chunk=chunk), chunk)
         head = self.part(chunk).head
         return hidden if head is None else head.loss(hidden, batch.labels, scale)[0]
 
@@ -125,8 +141,8 @@ def build_stage(config: Config, mesh: Mesh, vocab_size: int, *, attention: Core 
         backend = select_attention(config.kernels.attention, mesh.device.type, dtype, dropout)
         context = config.parallel.context
         attention = METHODS[context.method](layout, mesh, Kernel(backend, context.fp32_blocks))
-    placement = pipeline_of(config).placement
-    spans = partition_layers(config, placement, vocab_size)
+    pipeline = pipeline_of(config)
+    placement, spans = pipeline.placement, partition_layers(config, pipeline, vocab_size)
     parts = [Part(range(spans[stage][0], sum(spans[stage])), stage == 0, stage == placement.stages - 1)
              for stage in placement.stages_of[mesh.group("pp").rank]]
     positions = layout.positions(mesh.cp_rank)

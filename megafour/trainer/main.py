@@ -12,11 +12,11 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from megafour.checkpoint import folder as checkpoints
 from megafour.checkpoint.errors import CheckpointError
-from megafour.config.describe import describe
 from megafour.config.errors import ConfigError, say_error
 from megafour.config.load import load_config
 from megafour.config.rules import resolve, smallest_world
 from megafour.config.schema import Config
+from megafour.cost.describe import describe
 from megafour.data.dataset import Datasets, build_datasets
 from megafour.data.description import tokenizer_info
 from megafour.data.errors import DataError, NoSuchFile

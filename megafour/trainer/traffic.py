@@ -20,9 +20,9 @@ from megafour.trainer.step import TrainState
 def formulas(config: Config, mesh: Mesh, vocab_size: int) -> StepTraffic:
     """The formulas for a resolved config, from where this rank stands."""
     place = Place(mesh.group("pp").rank, mesh.group("tp").rank, mesh.group("ring").rank, mesh.group("dp_cp").rank)
-    placement = pipeline_of(config).placement
-    spans = partition_layers(config, placement, vocab_size)
-    stages = Stages(placement.rank_of, [range(first, first + count) for first, count in spans])
+    pipeline = pipeline_of(config)
+    spans = partition_layers(config, pipeline, vocab_size)
+    stages = Stages(pipeline.placement.rank_of, [range(first, first + count) for first, count in spans])
     return StepTraffic(config, place, stages, vocab_size)
 
 

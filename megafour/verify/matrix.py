@@ -186,18 +186,22 @@ _MIXED: tuple[Row, ...] = (
     {"mesh": "pp2-cp2", "layers": "uneven", "dropout": "on", "family": "gpt2"},
     {"mesh": "dp2-pp2", "zero_stage": "1", "tied": "true", "layers": "explicit", "valid": "empty-rank"},
     {"mesh": "pp4-tp2", "sequence_parallel": "true", "dropout": "on", "layers": "uneven"},
-    {"mesh": "pp4-cp2", "tied": "true", "recompute": "selective"},
+    {"mesh": "pp4-cp2", "tied": "true", "recompute": "selective", "documents": "on"},
     {"mesh": "dp2-pp4", "zero_stage": "1", "recompute": "full", "dropout": "on"},
     {"mesh": "dp2-pp2-tp2-cp2", "zero_stage": "1", "tied": "true", "family": "gpt2", "recompute": "full"},
+    {"mesh": "pp2-cp2", "method": "ulysses", "documents": "on", "recompute": "full"},
+    {"mesh": "pp2-cp2", "method": "all_gather", "layout": "striped", "documents": "on", "window": "pattern"},
+    {"mesh": "pp2-cp4", "method": "usp", "documents": "on", "layers": "uneven"},
+    {"mesh": "pp2-cp4", "method": "double_ring", "layout": "contiguous", "documents": "on", "dropout": "on"},
 )
-"""What is mixed with a schedule, beside the number of micro-batches."""
+"""What is mixed with a schedule, beside the number of micro-batches: as many rows as there are schedules."""
 
 
 def schedule_rows(*, whole: bool) -> list[Row]:
     """Every schedule at pp 2 and 4 with 1, 3, 4 and 8 micro-batches, and each with other axes and options.
 
-    Not `whole`: each (schedule, pp) and one of the mixed rows for each schedule, in turn, as with the numbers of
-    micro-batches.
+    Not `whole`: each (schedule, pp) and one of the mixed rows for each schedule, in turn, so that all of them come up
+    once, as do the numbers of micro-batches.
     """
     counts, rows = ("1", "3", "4", "8"), []
     for number, schedule in enumerate(SCHEDULES):

@@ -165,18 +165,21 @@ def _check_pairs(table: Table) -> None:
             raise _fail(target, index, f"receives the {message}, which rank {source} never sends")
 
 
-def peak_live(table: Table) -> tuple[float, ...]:
-    """Per rank, the most activations held at once, as `Report` counts them; depends on the order alone."""
-    return tuple(_peak(table, rank) for rank in range(len(table.steps)))
+def peak_live(table: Table, kept: float = 1.0) -> tuple[float, ...]:
+    """Per rank, the most activations held at once, as `Report` counts them; depends on the order alone.
+
+    `kept`: the share of a micro-batch's activations that is still held when the gradient of its input is done and that
+    of its weights is not.
+    """
+    return tuple(_peak(table, rank, kept) for rank in range(len(table.steps)))
 
 
-def _peak(table: Table, rank: int) -> float:
-    live = peak = 0
+def _peak(table: Table, rank: int, kept: float) -> float:
+    whole = waiting = 0
+    peak = 0.0
     for step in table.steps[rank]:
         for action in step.parts:
-            if action.kind is Kind.FORWARD:
-                live += 1
-                peak = max(peak, live)
-            elif action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
-                live -= 1
+            whole += {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.BACKWARD_INPUT: -1, Kind.BACKWARD_WEIGHT: 0}[action.kind]
+            waiting += {Kind.BACKWARD_INPUT: 1, Kind.BACKWARD_WEIGHT: -1}.get(action.kind, 0)
+            peak = max(peak, whole + kept * waiting)
     return peak / len(table.placement.stages_of[rank])

@@ -1,4 +1,4 @@
-"""Which layers go to which stage: the split whose dearest stage is cheapest, or explicit counts."""
+"""Which layers go to which stage: the cut that balances the ranks' work and then their memory, or explicit counts."""
 
 from __future__ import annotations
 
@@ -7,39 +7,31 @@ from itertools import accumulate
 from typing import Any
 
 from megafour.cost.flops import Flops, model_flops
-from megafour.parallel.pipeline.actions import Placement
+from megafour.cost.parameters import Part, parameters
+from megafour.cost.step import ELEMENT
+from megafour.parallel.pipeline.balance import Loads, balance
+from megafour.parallel.pipeline.check import peak_live
+from megafour.parallel.pipeline.select import Pipeline, micro_batches
 
 Span = tuple[int, int]
 """(first layer, number of layers) of one stage."""
 
 
-def partition(model: Any, seq_length: int, stages: int, *, counts: Sequence[int] | None = None,
-              vocab_size: int | None = None, recompute: str = "none") -> list[Span]:
-    """Layers of `model` to `stages` stages, first to last; every stage gets at least one and every layer a stage.
+def partition_layers(config: Any, pipeline: Pipeline, vocab_size: int | None = None) -> list[Span]:
+    """The layers of each stage of a resolved configuration, first to last, at least one each.
 
-    `counts` gives the layers of each stage; without it the split is balanced by FLOPs, the embedding's lookup counted
-    on the first stage and the head on the last, recomputed forwards (`recompute`: none, selective, full) in the
-    layers. Every rank computes the same answer. Raises ValueError where layers and stages do not fit.
+    Explicit counts are taken as they are. Else `balance` cuts: by FLOPs first, with the embedding's look-up on the
+    first stage, the head on the last, and what recomputation does again; then by memory (`loads`). Every rank computes
+    the same answer, from the configuration alone. `vocab_size`: where the model's own is still `auto`. Raises
+    ValueError where layers and stages do not fit.
     """
-    if counts is not None:
-        return explicit(counts, model.num_layers, stages)
-    if stages == 1:
+    model, placement, asked = config.model, pipeline.placement, config.parallel.pipeline.partition
+    if asked != "auto":
+        return explicit(asked, model.num_layers, placement.stages)
+    if placement.stages == 1:
         return [(0, model.num_layers)]  # holds before the vocabulary's size is known, too
-    flops = model_flops(model, seq_length, vocab_size)
-    return balanced(layer_costs(flops, recompute), stages, flops.embedding, flops.head)
-
-
-def partition_layers(config: Any, placement: Placement, vocab_size: int | None = None) -> list[Span]:
-    """`partition` as the whole configuration asks for it; `vocab_size` where the model's own is still `auto`."""
-    asked = config.parallel.pipeline.partition
-    return partition(config.model, config.data.seq_length, placement.stages, counts=None if asked == "auto" else asked,
-                     vocab_size=vocab_size, recompute=config.train.recompute)
-
-
-def layer_costs(flops: Flops, recompute: str = "none") -> list[int]:
-    """FLOPs a token that each layer really costs: its own, and a third of what the backward computes again."""
-    again = {"none": [0] * flops.num_layers, "selective": flops.attention, "full": flops.layers}[recompute]
-    return [own + more // 3 for own, more in zip(flops.layers, again, strict=True)]
+    vocabulary = int(model.vocab_size) if vocab_size is None else vocab_size
+    return _spans(balance(loads(config, pipeline, vocabulary), placement))
 
 
 def explicit(counts: Sequence[int], num_layers: int, stages: int) -> list[Span]:
@@ -50,47 +42,58 @@ def explicit(counts: Sequence[int], num_layers: int, stages: int) -> list[Span]:
         raise ValueError(f"partition leaves a stage without layers: {list(counts)}")
     if sum(counts) != num_layers:
         raise ValueError(f"partition {' + '.join(map(str, counts))} = {sum(counts)} is not num_layers = {num_layers}")
-    starts = [0, *accumulate(counts)]
-    return [(start, count) for start, count in zip(starts, counts, strict=False)]
+    return _spans(counts)
 
 
-def balanced(layer_costs: Sequence[int], stages: int, first: int = 0, last: int = 0) -> list[Span]:
-    """The contiguous split with the smallest maximum stage cost, exact, by dynamic programming.
+def _spans(counts: Sequence[int]) -> list[Span]:
+    return list(zip([0, *accumulate(counts)], counts, strict=False))
 
-    `first` and `last` are added to the first and last stage. Among the optimal splits the most even one is taken
-    (least sum of squares: a stage below the maximum still costs memory), and among those the one with fewer layers on
-    earlier stages, which hold more micro-batches. Costs are whole numbers, so that no rounding can tip a tie.
+
+def loads(config: Any, pipeline: Pipeline, vocab_size: int) -> Loads:
+    """What the cut has to balance.
+
+    Compute in FLOPs a token. Memory in bytes: weights, gradients and optimizer of what a stage holds, and for each
+    micro-batch that the schedule keeps alive on a rank, what its layers save for their backward.
     """
-    layers = len(layer_costs)
-    if not 1 <= stages <= layers:
-        raise ValueError(f"{layers} layers cannot fill {stages} stages with at least one each")
-    prefix = [0, *accumulate(layer_costs)]
+    flops = model_flops(config.model, config.data.seq_length, vocab_size)
+    first, last = Part(0, True, False), Part(0, False, True)
+    ends = pipeline.placement.rank_of[0] == pipeline.placement.rank_of[-1]
 
-    def cost(stage: int, begin: int, end: int) -> int:
-        return prefix[end] - prefix[begin] + (first if stage == 0 else 0) + (last if stage == stages - 1 else 0)
+    def held(*parts: Part) -> int:
+        return sum(p.numel for p in parameters(config, parts, 0, vocab_size)) * bytes_per_parameter(config)
 
-    smallest = _dearest(layers, stages, cost)
-    # best[k][i]: (sum of squares, cut) of the layers from i on over the stages from k on, no stage above `smallest`.
-    best: list[dict[int, tuple[int, int]]] = [{} for _ in range(stages)] + [{layers: (0, layers)}]
-    for stage in reversed(range(stages)):
-        for begin in range(stage, layers):
-            options = [(cost(stage, begin, end) ** 2 + best[stage + 1][end][0], end)
-                       for end in range(begin + 1, layers + 1)
-                       if end in best[stage + 1] and cost(stage, begin, end) <= smallest]
-            if options:
-                best[stage][begin] = min(options)
-    spans, begin = [], 0
-    for stage in range(stages):
-        end = best[stage][begin][1]
-        spans.append((begin, end - begin))
-        begin = end
-    return spans
+    saved, layer = saved_bytes(config), held(Part(1, False, False))
+    live = peak_live(pipeline.table(max(1, min(2 * pipeline.placement.ranks, micro_batches(config)))))
+    return Loads(
+        layers=layer_costs(flops, config.train.recompute), first=flops.embedding, last=flops.head,
+        memory=[layer + round(count * saved) for count in live], first_memory=held(first),
+        last_memory=held(first, last) - held(first) if ends else held(last))    # a tied embedding on one rank is one
 
 
-def _dearest(layers: int, stages: int, cost: Any) -> int:
-    """The smallest possible cost of the dearest stage; `cost(stage, begin, end)` prices layers [begin, end)."""
-    reach = {end: cost(0, 0, end) for end in range(1, layers + 1)}
-    for stage in range(1, stages):
-        reach = {end: min(max(reach[begin], cost(stage, begin, end)) for begin in range(stage, end))
-                 for end in range(stage + 1, layers + 1)}
-    return reach[layers]
+def layer_costs(flops: Flops, recompute: str = "none") -> list[int]:
+    """FLOPs a token that each layer really costs: its own, and a third of what the backward computes again."""
+    again = {"none": [0] * flops.num_layers, "selective": flops.attention, "full": flops.layers}[recompute]
+    return [own + more // 3 for own, more in zip(flops.layers, again, strict=True)]
+
+
+def bytes_per_parameter(config: Any) -> int:
+    """A weight with its gradient, the optimizer's moments and, under 16-bit weights, its master; shared by ZeRO."""
+    element = ELEMENT[config.train.precision]
+    wide = max(4, element)
+    states = (2 if config.optimizer.name == "adamw" else 1) + (element < wide)
+    sharers, zero = int(config.parallel.dp) * config.parallel.cp, config.parallel.zero_stage
+    shared = [n // (sharers if zero >= stage else 1) for stage, n in ((3, element), (2, wide), (1, states * wide))]
+    return max(1, sum(shared))
+
+
+def saved_bytes(config: Any) -> int:
+    """What one layer keeps of one micro-batch for its backward, with fused attention; with full recomputation its
+    input. Sequence parallelism keeps a share of what is as wide as the residual: inputs and outputs of two norms."""
+    model, tp = config.model, config.parallel.tp
+    tokens = config.data.seq_length // config.parallel.cp * config.train.micro_batch_size
+    residual = model.hidden_size // (tp if config.parallel.sequence_parallel else 1)
+    if config.train.recompute == "full":
+        return tokens * residual * ELEMENT[config.train.precision]
+    heads = 2 * model.head_size * (model.num_attention_heads + model.kv_heads)    # queries, keys, values, the output
+    inside = heads + model.ffn_size * (3 if model.gated else 2)
+    return tokens * (4 * residual + inside // tp) * ELEMENT[config.train.precision]

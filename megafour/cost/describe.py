@@ -2,6 +2,7 @@
 
 from megafour.config.model_schema import ModelConfig
 from megafour.config.schema import Config
+from megafour.cost.flops import model_parameters
 
 AXIS_WORDS = {
     "dp": ("replica", "replicas"),
@@ -19,25 +20,6 @@ def mesh_name(config: Config) -> str:
 
 def _sizes(config: Config) -> dict[str, int]:
     return {axis: int(getattr(config.parallel, axis)) for axis in AXIS_WORDS}
-
-
-def count_parameters(model: ModelConfig, vocab_size: int) -> int:
-    """Trained numbers of the whole model, padding not counted.
-
-    Args:
-        model: the shape; each key null or filled in.
-        vocab_size: number of token ids (model.vocab_size may still be `auto`).
-    """
-    hidden, ffn, head = model.hidden_size, model.ffn_size, model.head_size
-    queries, keys = model.num_attention_heads * head, model.kv_heads * head
-    norm = hidden * (2 if model.norm == "layernorm" else 1)
-    block = 2 * norm + hidden * (2 * queries + 2 * keys) + hidden * ffn * (3 if model.gated else 2)
-    block += (queries + 2 * keys) * model.qkv_bias + 2 * head * model.qk_norm
-    block += (2 * hidden + ffn * (2 if model.gated else 1)) * model.linear_bias
-    total = model.num_layers * block + norm + vocab_size * hidden * (1 if model.tie_embeddings else 2)
-    if model.position == "learned":
-        total += (model.max_position_embeddings or 0) * hidden
-    return total
 
 
 def describe(config: Config) -> str:
@@ -86,7 +68,7 @@ def _length(config: Config) -> str:
 def model_words(model: ModelConfig) -> str:
     """Shape and number of parameters."""
     known = model.vocab_size != "auto"
-    count = count_parameters(model, int(model.vocab_size) if known else 0)
+    count = model_parameters(model, int(model.vocab_size) if known else 0)
     words = f"{count:,} parameters" + ("" if known else " without the vocabulary's, which the tokenizer decides")
     shape = (f"{model.num_layers} layers, hidden {model.hidden_size}, {model.num_attention_heads} heads of "
              f"{model.head_size} ({model.kv_heads} key/value), ffn {model.ffn_size}, vocabulary {model.vocab_size}")
