@@ -107,7 +107,7 @@ def drill(folder: Path, world: int, values: dict, kills: int, seed: int) -> dict
             time.sleep(chance.uniform(0.0, length))
             victim = chance.choice(pids)
             os.kill(victim, signal.SIGKILL)
-            codes, seconds = wait_all(pids, PATIENCE, lambda s=started, p=place: _status(p).get("time", 0) < s)
+            codes, seconds = wait_all(pids, PATIENCE, lambda s=started, p=place: _stepped(p) < s)
             if set(codes) == {0} or codes[pids.index(victim)] != -signal.SIGKILL:
                 length *= 0.8       # the run was over before the kill: this machine has become faster
                 break
@@ -121,6 +121,12 @@ def drill(folder: Path, world: int, values: dict, kills: int, seed: int) -> dict
                 break       # killed at its exit
         different += losses(place) != losses(folder / "untouched")
     return {"kills": done, "runs": runs, "unfinished_saves": unfinished, "longest_end": longest, "different": different}
+
+
+def _stepped(place: Path) -> float:
+    """When the last step was done, in seconds since 1970; 0: never."""
+    path = place / "run" / "metrics.jsonl"
+    return path.stat().st_mtime if path.exists() else 0.0
 
 
 def _status(place: Path) -> dict:
