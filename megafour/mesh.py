@@ -62,6 +62,13 @@ class Launch:
             return cls(int(env["SLURM_PROCID"]), tasks, int(env.get("SLURM_LOCALID", "0")), -(-tasks // nodes), address)
         return cls()
 
+    @property
+    def address(self) -> str:
+        """Where the ranks meet, `HOST:PORT`."""
+        if self.init_method != "env://":
+            return self.init_method.removeprefix("tcp://")
+        return f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+
     def device(self, wanted: str = "auto") -> torch.device:
         """The device of this rank: `auto` takes GPUs only where there is one for every local rank."""
         enough = torch.cuda.is_available() and torch.cuda.device_count() >= self.local_world

@@ -17,12 +17,16 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 from megafour.verify.pool import PRELOAD
 
 PATIENCE = 60.0
 """Seconds in which all ranks must have ended once one was killed."""
+MEETING = 3.0
+"""The same while they meet: a rank that never comes is waited for in a start, and it is the launcher that ends the
+others. Here the drill is the launcher."""
 
 
 def fork_ranks(world: int, values: dict, store: Path) -> list[int]:
@@ -54,16 +58,22 @@ def _rank(rank: int, world: int, values: dict, store: Path) -> int:
         return 1
 
 
-def wait_all(pids: list[int], patience: float) -> tuple[list[int], float]:
-    """Exit statuses of the ranks, and the seconds it took; a rank that does not end in time is killed and fails."""
+def wait_all(pids: list[int], patience: float, meet: Callable[[], bool] = lambda: False) -> tuple[list[int], float]:
+    """Exit statuses of the ranks, and the seconds it took; a rank that does not end in time is killed and fails.
+
+    `meet`: whether the ranks are still meeting; then those that are left are killed as a launcher would.
+    """
     began, codes = time.monotonic(), dict.fromkeys(pids)
     while None in codes.values():
         for pid in [pid for pid, code in codes.items() if code is None]:
             done, status = os.waitpid(pid, os.WNOHANG)
             if done:
                 codes[pid] = os.waitstatus_to_exitcode(status)
-            elif time.monotonic() - began > patience:
+            elif time.monotonic() - began > MEETING and meet():
                 os.kill(pid, signal.SIGKILL)
+            elif time.monotonic() - began > patience:
+                for one in [one for one, code in codes.items() if code is None]:
+                    os.kill(one, signal.SIGKILL)
                 raise TimeoutError(f"a rank was still there {patience} s after another one was killed")
         time.sleep(0.01)
     return [codes[pid] for pid in pids], time.monotonic() - began
@@ -89,7 +99,7 @@ def drill(folder: Path, world: int, values: dict, kills: int, seed: int) -> dict
         runs += 1
         place = folder / f"run-{runs}"
         while True:
-            pids = start(place)
+            pids, started = start(place), time.time()
             if done == kills:
                 codes, _ = wait_all(pids, 10 * PATIENCE)
                 assert set(codes) == {0}, (folder / "output").read_text()[-3000:]
@@ -97,24 +107,35 @@ def drill(folder: Path, world: int, values: dict, kills: int, seed: int) -> dict
             time.sleep(chance.uniform(0.0, length))
             victim = chance.choice(pids)
             os.kill(victim, signal.SIGKILL)
-            codes, seconds = wait_all(pids, PATIENCE)
+            codes, seconds = wait_all(pids, PATIENCE, lambda s=started, p=place: _stepped(p) < s)
             if set(codes) == {0} or codes[pids.index(victim)] != -signal.SIGKILL:
-                break       # the run was over before the kill
+                length *= 0.8       # the run was over before the kill: this machine has become faster
+                break
             done, longest = done + 1, max(longest, seconds)
             unfinished += any((place / "run" / "checkpoints").glob("*.tmp"))
-            finished = _state(place) == "finished"
-            assert finished or 0 not in codes, f"{codes}: a rank ended well although another one was killed"
+            finished = _status(place).get("state") == "finished"
+            # Once the last checkpoint has its name, a rank that has heard of it is done, and one that has not fails.
+            last = (place / "run" / "checkpoints" / f"step-{values['train']['steps']:08d}" / "manifest.json").exists()
+            assert finished or last or 0 not in codes, f"{codes}: a rank ended well although another one was killed"
             if finished:
                 break       # killed at its exit
         different += losses(place) != losses(folder / "untouched")
     return {"kills": done, "runs": runs, "unfinished_saves": unfinished, "longest_end": longest, "different": different}
 
 
-def _state(place: Path) -> str | None:
+def _stepped(place: Path) -> float:
+    """When the last step was done, in seconds since 1970; 0: never."""
     try:
-        return json.loads((place / "run" / "status.json").read_text())["state"]
+        return json.loads((place / "run" / "metrics.jsonl").read_text().splitlines()[-1])["time"]
+    except (OSError, IndexError, ValueError):
+        return 0.0
+
+
+def _status(place: Path) -> dict:
+    try:
+        return json.loads((place / "run" / "status.json").read_text())
     except (OSError, ValueError):
-        return None
+        return {}
 
 
 if __name__ == "__main__":

@@ -81,6 +81,19 @@ def test_a_damaged_checkpoint_is_skipped_unless_it_was_asked_for_by_name(tmp_pat
         newest_whole(resume_points(tmp_path, "auto"), None)
 
 
+@pytest.mark.parametrize(("layers", "words"), [
+    (5, "missing in the checkpoint"), (3, "unknown to this model")])
+def test_a_run_refuses_a_checkpoint_with_a_layer_more_or_less(pool, tmp_path, layers, words):
+    """B11: by name and on every rank, before a step, even when the change of the config was allowed."""
+    write_corpus(tmp_path / "corpus")
+    assert pool.run(training.train, 2, settings(tmp_path, {"tp": 2}, train={"steps": 2})) == [0, 0]
+    values = settings(tmp_path, {"tp": 2}, train={"steps": 4}, model={"num_layers": layers})
+    assert pool.run(training.train, 2, values, None, ("model.num_layers",)) == [1, 1]
+    reason = json.loads((tmp_path / "run" / "status.json").read_text())["reason"]
+    assert words in reason and f"layers.{max(layers, 4) - 1}." in reason
+    assert list(losses(tmp_path)) == [1, 2]
+
+
 def train_with_quota(rank, world, values, allowed, at):
     """Train; from save number `at`, the last rank may write no file larger than `allowed` bytes."""
     real, saves = Saver.save, []

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from unittest import mock
 
@@ -89,9 +90,65 @@ def test_torchrun_starts_a_failed_run_again_where_it_stopped(tmp_path, fault):
     assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "finished"
 
 
+SLOW_SAVES = """
+import sys, time, unittest.mock
+from megafour.checkpoint.checksum import SummedFiles
+from train import main
+
+real = SummedFiles.create_stream
+
+def create_stream(self, path, mode):
+    if "w" in mode and str(path).endswith(".distcp") and "step-00000002" not in str(path):
+        time.sleep({seconds})
+    return real(self, path, mode)
+
+with unittest.mock.patch.object(SummedFiles, "create_stream", create_stream):
+    code = main(sys.argv[1:])
+sys.exit(code)
+"""
+
+
+@pytest.mark.parametrize(("save", "patience", "asynchronous", "state"), [
+    (4, 30, False, "preempted"), (20, 2, True, "running"),
+    pytest.param(45, 55, False, "preempted", marks=pytest.mark.full),
+    pytest.param(45, 55, True, "preempted", marks=pytest.mark.full)])
+def test_sigterm_to_the_agent_while_a_save_takes_long(tmp_path, save, patience, asynchronous, state):
+    """The agent passes it on, and waits for --shutdown-timeout: longer than a save, or the last whole one is left."""
+    write_corpus(tmp_path / "corpus")
+    values = settings(tmp_path, {"pp": 2}, train={"steps": 100000},
+                      checkpoint={"every": 2, "asynchronous": asynchronous})
+    (tmp_path / "run.yaml").write_text(json.dumps(values))
+    (tmp_path / "slow.py").write_text(SLOW_SAVES.replace("{seconds}", str(save)))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+               "--shutdown-timeout", str(patience), str(tmp_path / "slow.py"), "--config", str(tmp_path / "run.yaml")]
+    job = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                           env={**os.environ, "PYTHONPATH": str(ROOT)})
+    saved = tmp_path / "run" / "checkpoints"
+    try:
+        end = time.monotonic() + 120
+        while not (saved / "step-00000004.tmp").exists():       # the second save has begun
+            assert time.monotonic() < end and job.poll() is None
+            time.sleep(0.05)
+        ranks = [int(pid) for pid in Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()]
+        job.terminate()
+        asked = time.monotonic()
+        job.wait(timeout=120)
+        seconds = time.monotonic() - asked
+    finally:
+        job.kill()
+    assert len(ranks) == 2 and not any(Path(f"/proc/{pid}").exists() for pid in ranks)
+    status = json.loads((tmp_path / "run" / "status.json").read_text())
+    assert status["state"] == state
+    steps = store.list_steps(saved)
+    if state == "preempted":
+        assert steps[-1] == status["step"] == max(losses(tmp_path)) and steps[-1] >= 4 and seconds < patience
+    else:
+        assert steps == [2] and seconds < patience + 15
+
+
 RAISES = """
 import sys, unittest.mock
-import megafour.trainer.loop, megafour.data.loader, megafour.trainer.saving
+import megafour.trainer.loop, megafour.data.loader, megafour.model.decoder, megafour.trainer.saving
 from megafour.mesh import Launch
 from train import main
 
@@ -111,10 +168,11 @@ sys.exit(code)
 
 
 @pytest.mark.parametrize(("owner", "name"), [
-    ("megafour.data.loader.BatchLoader", "step"), ("megafour.trainer.saving.Saver", "save"),
+    ("megafour.model.decoder.Block", "forward"), ("megafour.data.loader.BatchLoader", "step"),
+    ("megafour.trainer.saving.Saver", "save"),
     ("megafour.trainer.loop", "evaluate_batch")])
 def test_an_error_of_one_rank_ends_the_job_and_is_shown(tmp_path, owner, name):
-    """E1: in a data worker, a save, an evaluation; the original error, its rank, a code that is not zero, soon."""
+    """E1: in the forward pass, a data worker, a save, an evaluation; the original error, its rank, not zero, soon."""
     write_corpus(tmp_path / "corpus")
     values = settings(tmp_path, {"pp": 2}, checkpoint={"every": 1}, eval={"every": 1},
                       data={"valid": {"held": [{"path": str(tmp_path / "corpus")}]}, "workers": 1})

@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
+from megafour.data.indexed import IndexedWriter
 from megafour.trainer import loop
 from megafour.trainer.scaler import LossScaler
 from tests import training
@@ -49,6 +51,24 @@ def test_resumes_on_another_mesh(pool, folder, uninterrupted, first, second) -> 
     assert [line["step"] for line in metrics(folder)] == list(range(1, 13))
     for step, loss in uninterrupted.items():
         assert abs(got[step] - loss) <= 1e-9 * loss, step
+
+
+@pytest.mark.parametrize("died", [4, 5, 6, 10])
+def test_resumes_within_and_at_the_end_of_an_epoch(pool, tmp_path, died) -> None:
+    """B10, in a whole run with threads that read ahead: an epoch is five steps, and each has an order of its own."""
+    seen = []
+    for name in ("whole", "cut"):
+        place = tmp_path / name
+        place.mkdir()
+        with IndexedWriter(place / "corpus", 64) as writer:
+            writer.add(np.random.default_rng(0).integers(0, 64, 40 * 16 + 1))
+        values = settings(place, {"dp": 2}, data={"workers": 1}, checkpoint={"every": 1},
+                          train={"steps": 12, "precision": "fp32"})
+        if name == "cut":
+            assert pool.run(training.train, 2, values, died) == [-9, -9]
+        assert pool.run(training.train, 2, values) == [0, 0]
+        seen.append(losses(place))
+    assert seen[0] == seen[1] and list(seen[0]) == list(range(1, 13))
 
 
 def test_resumes_across_schedules_virtual_stages_and_methods(pool, tmp_path) -> None:

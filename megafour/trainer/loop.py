@@ -116,6 +116,8 @@ class Run:
     def train(self) -> str:
         """Train to train.steps and save the last step; returns `finished`, or `preempted` when asked to stop."""
         cfg, progress = self.config, self.progress
+        if cfg.checkpoint.asynchronous:
+            self.saver.look()       # makes its group now: to meet for it later, ranks would wait for one that has died
         steps = iter(self.loader(self.datasets.train, progress.consumed_samples, cfg.data.workers))
         total = int(cfg.train.steps or 0)
         outcome, first_step = "finished", True

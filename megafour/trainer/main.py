@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Collection
 
 import torch
+import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from megafour.checkpoint import folder as checkpoints
@@ -115,7 +116,12 @@ def train(config: Config, launch: Launch, device: torch.device, tokenizer: Token
     """Join the world and train. What one line explains ends with that line; anything else with its traceback."""
     if device.type == "cpu":
         keep_heap()
-    start_distributed(launch, device)
+    try:
+        start_distributed(launch, device)
+    except dist.DistNetworkError as error:
+        what = str(error).splitlines()[0]
+        return refuse(TrainingError(f"the ranks cannot meet at {launch.address}: {what}; give another MASTER_PORT, or "
+                                    f"leave the choice to `torchrun --standalone`"), launch, 1)
     code = train_on(build_mesh(config, device), config, launch, tokenizer, datasets, allowed)
     stop_distributed()
     return code
