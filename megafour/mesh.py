@@ -174,7 +174,7 @@ class Mesh:
         return self.coords["ring"] * self.sizes["ulysses"] + self.coords["ulysses"]
 
     def group(self, name: str) -> Group:
-        """The group called `name`: an axis, `cp`, `dp_cp`, `model`, `embedding` or `world`."""
+        """The group called `name`: an axis, `cp`, `dp_cp`, `shard`, `replicas`, `model`, `embedding` or `world`."""
         return self.groups[name]
 
     def channel(self, source: int, target: int) -> Group:
@@ -205,13 +205,15 @@ class Mesh:
 
     @classmethod
     def build(cls, *, dp: int = 1, pp: int = 1, tp: int = 1, cp: int = 1, ulysses: int = 1, inner_ring: int = 1,
-              order: str = "auto", device: torch.device | None = None, ledger: Ledger | None = None,
-              rank: int | None = None) -> Mesh:
+              zero_size: int | None = None, order: str = "auto", device: torch.device | None = None,
+              ledger: Ledger | None = None, rank: int | None = None) -> Mesh:
         """Build the grid over the default process group (a world of one needs none).
 
         Args:
             dp, pp, tp, cp: degrees of the axes; ulysses divides cp.
             inner_ring: adjacent ranks of the ring that form an inner one; divides cp / ulysses.
+            zero_size: nearest ranks of dp×cp that form the group `shard`, and strides of it the group `replicas`; None:
+                all of them.
             order: a name of ORDERS, or the axes joined by `-`, fastest first.
             device: where this rank computes.
             ledger: counts the traffic of every group; None counts nothing.
@@ -243,6 +245,12 @@ class Mesh:
         for name in ("ring", "ring_inner", "ring_outer"):
             if groups[name].pg is not None and device.type == "cpu":
                 groups[name] = replace(groups[name], poster=ThreadPoolExecutor(1, f"{name}-poster"))
+        sharers = _slices(grid, slow_first, DERIVED["dp_cp"])
+        size = zero_size or dp * cp
+        for name, cut in (("shard", [r[i:i + size] for r in sharers for i in range(0, len(r), size)]),
+                          ("replicas", [r[i::size] for r in sharers for i in range(size)])):
+            whole = len(cut) == len(sharers)     # then it is dp×cp itself, and counted under that name
+            groups[name] = groups["dp_cp"] if whole else _new_group(name, cut, here, ledger, known)
         waits = Waits()
         groups = {name: replace(group, waits=waits) for name, group in groups.items()}
         return cls(sizes, coords, here, device, groups, ledger, device_mesh, waits)

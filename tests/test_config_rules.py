@@ -118,6 +118,11 @@ def resolved(world, *overrides):
     (1, ["data.tokenizer={kind: tiktoken}"], ["data.tokenizer.path"]),
     (1, ["data.tokenizer={kind: bytes, path: a}"], ["data.tokenizer.path", "no effect"]),
     (1, ["checkpoint.init_optimizer=true"], ["checkpoint.init_from"]),
+    # ZeRO in parts of the ranks
+    (4, ["parallel.zero_size=3"], ["parallel.dp 4 · parallel.cp 1 = 4", "parallel.zero_size 3", "1, 2, 4 or null"]),
+    (8, ["parallel.zero_size=8", "parallel.tp=2"], ["parallel.dp 4", "parallel.zero_size 8"]),
+    (4, ["parallel.zero_size=2", "parallel.zero_stage=0"], ["parallel.zero_size = 2", "parallel.zero_stage = 0"]),
+    (4, ["parallel.zero_size=4", "parallel.cp=2", "parallel.zero_stage=3"], None),
     # Kernels
     (1, ["kernels.attention=flash", "train.precision=fp32"], ["kernels.attention", "fp32", "bf16"]),
     (1, ["kernels.attention=flash", "run.device=cpu"], ["run.device is cpu"]),
@@ -134,8 +139,7 @@ def test_rules_between_keys(world, overrides, words):
 
 
 @pytest.mark.parametrize("override", [
-    "parallel.ep=2", "parallel.zero_stage=2",
-    "parallel.zero_stage=3",
+    "parallel.ep=2",
 ])
 def test_later_features_are_refused_with_the_reason(override):
     with pytest.raises(ConfigError) as error:

@@ -47,7 +47,7 @@ def run(stage, batch):
     stage.decoder.embedding.register_forward_hook(lambda module, args, out: embedded.append(out) or out.retain_grad())
     hidden = stage.hidden(batch, None, stage.make_pass(batch, step=0, train=True))
     dtype = torch.promote_types(hidden.dtype, torch.float32)
-    total, losses = stage.decoder.head.loss(hidden, batch.labels, torch.tensor(1.0, dtype=dtype))
+    total, losses = stage.decoder.head(hidden, batch.labels, torch.tensor(1.0, dtype=dtype))
     total.backward()
     return losses.detach().view(batch.labels.shape[::-1]).t(), embedded[0].grad.transpose(0, 1)
 

@@ -59,6 +59,24 @@ def test_every_mesh_gives_the_loss_of_transformers(pool, tmp_path, kind):
             assert abs(found[0].loss - want) <= 1e-9 * want, (source, mesh)
 
 
+def evaluate_in_shares(rank: int, world: int, path: str, overrides: list[str], ids: np.ndarray) -> tuple[float, int]:
+    """(loss, bytes of the weights that the stage holds afterwards)."""
+    folder = find_model(Path(path))
+    config = settings_for(model_settings(folder, overrides, "fp64"), world, len(ids), 2)
+    model = load_stage(folder, config, build_mesh(config, torch.device("cpu")))
+    loss = evaluate(model, ids, "ids").loss
+    return loss, sum(param.untyped_storage().nbytes() for param in model.stage.parameters())
+
+
+def test_under_zero_3_no_rank_holds_the_weights(pool, tmp_path):
+    """dp 4, whole and hybrid, with a tied embedding; and beside tp and cp."""
+    want = reference(doubled(save_model("smollm", tmp_path / "hf")), stream(), 16)
+    for mesh in ([], ["parallel.zero_size=2"], ["parallel.pp=2"], ["parallel.tp=2", "parallel.cp=2"]):
+        overrides = ["data.seq_length=16", "parallel.zero_stage=3", *mesh]
+        for loss, left in pool.run(evaluate_in_shares, 4, str(tmp_path / "hf"), overrides, stream()):
+            assert abs(loss - want) <= 1e-9 * want and left == 0, mesh
+
+
 BEGINS = np.array([0, 5, 5, 21, 40])    # one is empty
 
 

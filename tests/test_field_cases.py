@@ -47,7 +47,7 @@ def batches_of(state: Any, step: int = 0, valid: list[int] | None = None, size: 
 
 def gradients(state: Any) -> dict[str, list]:
     """(offset, values) of this rank's pieces by name, after all reductions of a step without ZeRO."""
-    return {piece.name: [piece.offset, piece.view(param.main_grad).tolist()]
+    return {piece.name: [piece.offset, piece.view(param.main_grad()).tolist()]
             for param, piece in named_pieces(state.stage)}
 
 
@@ -161,7 +161,7 @@ def test_a15_gradients_accumulate_in_fp32() -> None:
     GradientBuckets([param], solo("dp_cp"), zero_stage=0, accumulate=torch.float32)
     for value in [1.0] + [2.0**-9] * 255:
         (param * value).sum().backward()
-    assert float(param.main_grad) == 1.498046875
+    assert float(param.main_grad()) == 1.498046875
 
 
 def first_weights(rank: int, world: int, parallel: dict[str, Any]) -> dict[str, list]:

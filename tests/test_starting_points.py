@@ -27,7 +27,7 @@ from tests.training import losses, settings, train, write_corpus
 
 pytest.importorskip("transformers")
 
-MESHES = [{"tp": 2}, {"pp": 2}, {"cp": 2}, {"dp": 2, "pp": 2, "tp": 2}]
+MESHES = [{"tp": 2}, {"pp": 2}, {"cp": 2}, {"dp": 2, "pp": 2, "tp": 2, "zero_stage": 3}]
 
 
 def started(folder: Path, parallel: dict[str, Any], source: Path, **sections: Any) -> dict[str, Any]:

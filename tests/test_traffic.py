@@ -144,6 +144,19 @@ STEPS = {
     "cp2 all-gather, full, bf16": dict(train={"recompute": "full", "precision": "bf16"}, **method_of("all_gather", 2)),
     "dp2-tp2-cp2 ulysses": dict(dp=2, tp=2, **method_of("ulysses", 2)),
     "dp2-pp2-tp2-cp2": dict(dp=2, pp=2, tp=2, cp=2),
+    "dp2 zero 2, tied": dict(model=GPT2, dp=2, zero_stage=2, batches=3),
+    "pp2-cp2 zero 2, bf16": dict(pp=2, cp=2, zero_stage=2, batches=3, train={"precision": "bf16"}),
+    "dp2-tp2 zero 3, tied, full": dict(model=GPT2, dp=2, tp=2, zero_stage=3, train={"recompute": "full"}),
+    "dp2-pp2 zero 3": dict(dp=2, pp=2, zero_stage=3, batches=3),
+    "dp2-pp2 zero 3 interleaved, tied, bf16": dict(
+        model={**GPT2, "num_layers": 4}, dp=2, pp=2, zero_stage=3, batches=4, train={"precision": "bf16"},
+        pipeline={"schedule": "interleaved_1f1b", "virtual_stages": 2}),
+    "dp2-pp2 zero 3 in a V, tied": dict(model={**GPT2, "num_layers": 4}, dp=2, pp=2, zero_stage=3, batches=4,
+                                        pipeline={"schedule": "zb_v"}),
+    "dp4 zero 1 hybrid": dict(dp=4, zero_stage=1, zero_size=2),
+    "dp4-tp2 zero 2 hybrid": dict(dp=4, tp=2, zero_stage=2, zero_size=2, batches=3),
+    "dp2-cp2 zero 3 hybrid, bf16": dict(dp=2, cp=2, zero_stage=3, zero_size=2, train={"precision": "bf16"}),
+    "dp4 zero 3, shares of one": dict(dp=4, zero_stage=3, zero_size=1),
     "cp4 windows by layer": dict(model={**LLAMA, "attention_window": [4, 12, None]},
                                  **method_of("ring", 4, layout="contiguous")),
     "cp4 documents, zigzag": dict(data={"document_mask": True}, **method_of("ring", 4)),
@@ -159,9 +172,10 @@ def test_a_whole_step(pool, name):
     assert all(got for got, _ in results)
 
 
-def test_a_step_in_several_buckets_and_chunks(pool):
+@pytest.mark.parametrize("zero_stage", [1, 2])
+def test_a_step_in_several_buckets_and_chunks(pool, zero_stage):
     """Several buckets, and shards that begin inside of synced pieces."""
-    config, world = config_of(GPT2, pp=2, tp=2, dp=2)
+    config, world = config_of(GPT2, pp=2, tp=2, dp=2, zero_stage=zero_stage)
     same(pool.run(with_small_parts, world, config))
 
 
@@ -185,7 +199,6 @@ def skipped_step(rank, world, config):
 def with_small_parts(rank, world, config):
     small = 4096
     with (mock.patch("megafour.cost.parameters.BUCKET_BYTES", small), mock.patch(
-            "megafour.parallel.data.buckets.BUCKET_BYTES", small), mock.patch(
             "megafour.parallel.tensor.cross_entropy.chunk_tokens", lambda rows: 24), mock.patch(
             "megafour.trainer.traffic.chunk_tokens", lambda rows: 24)):
         return whole_step(rank, world, config)
@@ -256,8 +269,21 @@ def test_heads_that_ulysses_repeats():
 
 
 def test_zero_1_moves_a_quarter_less_than_zero_0_with_16_bit_weights():
-    zero0, zero1 = (cost.data_parallel([1024], 4, zero_stage=z, element=2).nbytes for z in (0, 1))
+    zero0, zero1 = (cost.data_parallel([(1024, 2)], 4, zero_stage=z, element=2).nbytes for z in (0, 1))
     assert (zero0, zero1) == (2 * 3 * 1024, 3 * 256 * 4 + 3 * 256 * 2)
+
+
+def test_closed_forms_of_zero_2_3_and_hybrid():
+    """Per rank with 3 micro-batches: shares of 256 of 1,024 elements, or of 512 on two replicas; bf16 weights."""
+    def moved(stage, **more):
+        return sent(cost.data_parallel([(1024, 2)], 4, zero_stage=stage, element=2, micro_batches=3, **more))
+
+    share = 3 * 256
+    assert moved(2) == {("dp_cp", "reduce_scatter"): 3 * share * 4, ("dp_cp", "all_gather"): share * 2}
+    assert moved(3) == {("dp_cp", "reduce_scatter"): 3 * share * 4, ("dp_cp", "all_gather"): 3 * 2 * share * 2}
+    assert moved(2, updated=False) == {("dp_cp", "reduce_scatter"): 3 * share * 4}
+    assert moved(3, shares=2) == {("shard", "reduce_scatter"): 3 * 512 * 4, ("shard", "all_gather"): 3 * 2 * 512 * 2,
+                                  ("replicas", "all_reduce"): 512 * 4}
 
 
 def test_stages_on_one_rank_hand_over_in_memory():

@@ -81,7 +81,12 @@ class ParallelConfig(Section):
     """Split norms, dropout and residuals along the sequence over tp. No effect where tp is 1."""
 
     zero_stage: Annotated[int, Field(ge=0, le=3)] = 1
-    """What data-parallel ranks share instead of repeating: 0 nothing, 1 optimizer state. This version: 0 or 1."""
+    """What the dp · cp ranks with the same weights share instead of repeating ([zero.md](zero.md)): 0 nothing, 1 the
+    optimizer's state, 2 gradients too, 3 weights too, gathered for each block's forward and backward."""
+
+    zero_size: Count | None = None
+    """Ranks that share one copy of what `zero_stage` shares, nearest ones first: those of a node, so that only sums of
+    shares go between nodes (hybrid sharding). Divides dp · cp. null: all of dp · cp."""
 
     context: ContextConfig = ContextConfig()
     """How the cp axis works."""

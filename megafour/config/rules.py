@@ -121,6 +121,7 @@ def mesh_rules(config: Config) -> Iterator[str]:
     """Batch and layers against the mesh."""
     yield from _batch(config)
     yield from pipeline_rules(config)
+    yield from _zero(config)
     yield from _order(config)
 
 
@@ -131,6 +132,20 @@ def _batch(config: Config) -> Iterator[str]:
         yield (f"global batch = dp · micro batch · accumulation: train.global_batch_size {batch} is not a multiple of "
                f"parallel.dp {dp} · train.micro_batch_size {micro} = {dp * micro}; set train.global_batch_size to "
                f"{multiples(batch, dp * micro)}, or change train.micro_batch_size")
+
+
+def _zero(config: Config) -> Iterator[str]:
+    p = config.parallel
+    if p.zero_size is None:
+        return
+    ranks = int(p.dp) * p.cp
+    if p.zero_stage == 0:
+        yield (f"parallel.zero_size = {p.zero_size} contradicts parallel.zero_stage = 0, which shares nothing; set it "
+               "to null, or parallel.zero_stage to 1, 2 or 3")
+    elif ranks % p.zero_size:
+        fits = ", ".join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)
+        yield (f"dp · cp = zero_size · replicas: parallel.dp {p.dp} · parallel.cp {p.cp} = {ranks} is not a multiple "
+               f"of parallel.zero_size {p.zero_size}; set parallel.zero_size to {fits} or null")
 
 
 def _order(config: Config) -> Iterator[str]:

@@ -17,5 +17,3 @@ def _table(config: Config) -> Iterator[tuple[str, object, bool, str]]:
     """(key, value, whether it is refused, what to set instead)."""
     parallel = config.parallel
     yield ("parallel.ep", parallel.ep, parallel.ep != 1, "there are no experts to split; set parallel.ep=1")
-    yield ("parallel.zero_stage", parallel.zero_stage, parallel.zero_stage > 1,
-           "gradients and weights are not sharded; set parallel.zero_stage to 0 or 1")

@@ -41,7 +41,8 @@ def _mesh(config: Config) -> str:
         world *= size
     words = [f"{size} {AXIS_WORDS[axis][size > 1]}" for axis, size in sizes.items() if size > 1]
     equation = f": world {world} = " + " · ".join(words) if words else ""
-    options = [f"zero {config.parallel.zero_stage}"]
+    shared = config.parallel.zero_size
+    options = [f"zero {config.parallel.zero_stage}" + (f" over {shared} ranks" if shared else "")]
     if config.parallel.tp > 1:
         options.append("sequence parallel" if config.parallel.sequence_parallel else "no sequence parallel")
     if config.parallel.cp > 1:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 BUCKET_BYTES = 25 << 20
@@ -34,23 +34,33 @@ class Parameter:
     """Of two or more dims: it decays, and has buckets of its own kind."""
     synced: tuple[tuple[str, int, int], ...] = ()
     """(group `tp`, `kv` or `embedding`, start, stop)."""
+    chunk: int = 0
+    """Which of the rank's virtual stages it belongs to."""
+    unit: int = 0
+    """Which block, embedding or head, counted over the rank."""
+    gathers: int = 2
+    """Times that ZeRO 3 gathers it in a micro-batch: for a forward and a backward that read it."""
 
 
 def parameters(config: Any, parts: Sequence[Part], tp_rank: int, vocab_size: int) -> list[Parameter]:
-    """Of a rank with these stages, in the order in which its modules register them."""
+    """Of a rank with these stages, in the order in which its modules register them.
+
+    No backward reads the matrix of the embedding or of the head: a look-up's needs none, and the head's gradients are
+    made with the loss. A tied one on one rank is read by both forwards.
+    """
     local = _Local(config, tp_rank, vocab_size)
     alone = any(p.first for p in parts) and any(p.last for p in parts)
-    tied, out = config.model.tie_embeddings, []
-    for part in parts:
+    tied, units = config.model.tie_embeddings, []
+    for chunk, part in enumerate(parts):
         if part.first:
-            out += [*local.position(), local.vocabulary(tied and not alone)]
-        for _ in range(part.layers):
-            out += local.layer()
+            token = replace(local.vocabulary(tied and not alone), gathers=2 if tied and alone else 1)
+            units.append((chunk, [*(replace(p, gathers=1) for p in local.position()), token]))
+        units += [(chunk, local.layer()) for _ in range(part.layers)]
         if part.last:
-            out += local.norm(config.model.hidden_size, local.sp, config.model.norm == "layernorm")
-            if not (tied and alone):
-                out.append(local.vocabulary(tied))
-    return out
+            head = local.norm(config.model.hidden_size, local.sp, config.model.norm == "layernorm")
+            matrix = [] if tied and alone else [replace(local.vocabulary(tied), gathers=1)]
+            units.append((chunk, [*head, *matrix]))
+    return [replace(p, chunk=chunk, unit=i) for i, (chunk, held) in enumerate(units) for p in held]
 
 
 @dataclass(frozen=True)
@@ -120,6 +130,8 @@ class Bucket:
     numel: int
     synced: tuple[tuple[str, int, int], ...]
     """As of a parameter, as offsets into the bucket."""
+    gathers: int = 2
+    """As of a parameter: the most of any."""
 
     def share(self, rank: int, ranks: int) -> Iterator[tuple[str, int]]:
         """(group, elements) of what is synced within the share of `rank` of `ranks`."""
@@ -130,25 +142,46 @@ class Bucket:
                 yield group, inside
 
 
-def buckets(params: Sequence[Parameter], ranks: int, wide: int) -> list[Bucket]:
-    """Matrices, then vectors, last one first, cut where BUCKET_BYTES of gradients (`wide` bytes each) are full.
+def plan(params: Sequence[Parameter], wide: int, zero_stage: int) -> list[list[int]]:
+    """Which parameters share a bucket, by their indices: the one description behind the buckets and their traffic.
 
-    The copies of a tied embedding on two stages have a bucket of their own, so that both are cut alike.
+    Matrices, then vectors, last one first, as their gradients come, cut where BUCKET_BYTES of gradients (`wide` bytes
+    each) are full. ZeRO 2 reduces with each micro-batch, so no bucket may wait for another virtual stage; what ZeRO 3
+    gathers together, a block, an embedding or a head, has buckets of its own, uncut.
     """
-    plans: list[list[Parameter]] = []
-    for matrix in (True, False):
-        current: list[Parameter] = []
-        for param in reversed([p for p in params if p.matrix == matrix]):
-            if any(group == "embedding" for group, _, _ in param.synced):
-                plans.append([param])
-                continue
-            current.append(param)
-            if sum(p.numel for p in current) * wide >= BUCKET_BYTES:
-                plans.append(current)
-                current = []
-        if current:
+    spans: dict[tuple[int, int], list[int]] = {}
+    for index, param in enumerate(params):
+        key = (0, 0) if zero_stage < 2 else (param.chunk, -param.unit if zero_stage == 3 else 0)
+        spans.setdefault(key, []).append(index)
+    limit = BUCKET_BYTES if zero_stage < 3 else math.inf
+    return [cut for key in sorted(spans) for matrix in (True, False) for cut in _cut(
+        params, [i for i in reversed(spans[key]) if params[i].matrix == matrix], wide, limit)]
+
+
+def _cut(params: Sequence[Parameter], chosen: list[int], wide: int, limit: float) -> list[list[int]]:
+    """The copies of a tied embedding on two stages have a bucket of their own, so that both are cut alike."""
+    plans: list[list[int]] = []
+    current: list[int] = []
+    for index in chosen:
+        if any(group == "embedding" for group, _, _ in params[index].synced):
+            plans.append([index])
+            continue
+        current.append(index)
+        if sum(params[i].numel for i in current) * wide >= limit:
             plans.append(current)
-    return [_flat(plan, ranks) for plan in plans]
+            current = []
+    return [*plans, current] if current else plans
+
+
+def buckets(params: Sequence[Parameter], ranks: int, wide: int, zero_stage: int) -> list[Bucket]:
+    """The buckets of `plan`, each padded to equal shares for `ranks` ranks."""
+    return [_flat([params[i] for i in chosen], ranks) for chosen in plan(params, wide, zero_stage)]
+
+
+def padded(numel: int, ranks: int) -> int:
+    """Elements of a bucket whose shares all start on a cache line."""
+    unit = SHARE_UNIT * ranks
+    return -(-numel // unit) * unit
 
 
 def _flat(params: Sequence[Parameter], ranks: int) -> Bucket:
@@ -156,5 +189,4 @@ def _flat(params: Sequence[Parameter], ranks: int) -> Bucket:
     for param in params:
         synced += [(group, start + a, start + b) for group, a, b in param.synced]
         start += param.numel
-    unit = SHARE_UNIT * ranks
-    return Bucket(math.ceil(start / unit) * unit, tuple(synced))
+    return Bucket(padded(start, ranks), tuple(synced), max(p.gathers for p in params))

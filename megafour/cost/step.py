@@ -90,6 +90,17 @@ class StepTraffic:
         """Ranks that hold the same weights."""
         return int(self.config.parallel.dp) * self.config.parallel.cp
 
+    @property
+    def shares(self) -> int:
+        """Into how many shares ZeRO cuts what it shards."""
+        parallel = self.config.parallel
+        return (parallel.zero_size or self.sharers) if parallel.zero_stage else 1
+
+    @property
+    def zero_stage(self) -> int:
+        """The stage that has an effect: none where nothing is cut."""
+        return int(self.config.parallel.zero_stage) if self.shares > 1 else 0
+
     def block(self, layer: int, reach: Reach | None = None, micro_batch: int = 0) -> Traffic:
         """One transformer block, forward and backward, of one micro-batch."""
         tp, recompute = self.config.parallel.tp, self.config.train.recompute
@@ -151,7 +162,7 @@ class StepTraffic:
     def buckets(self) -> list[Bucket]:
         """The flat gradients of this rank."""
         return buckets(parameters(self.config, self.stages.parts(self.place.pp), self.place.tp, self.vocab_size),
-                       self.sharers, self.wide)
+                       self.shares, self.wide, self.zero_stage)
 
     def sync(self, flat: Sequence[Bucket]) -> Traffic:
         """What is replicated: one all-reduce a group of the elements that lie in this rank's share of the gradients.
@@ -160,7 +171,7 @@ class StepTraffic:
         that several tp ranks hold; over `embedding` the tied embedding of first and last stage.
         """
         parallel = self.config.parallel
-        shared = (self.place.dp_cp, self.sharers) if parallel.zero_stage > 0 else (0, 1)
+        shared = (self.place.dp_cp % self.shares, self.shares)
         found: dict[str, int] = {}
         for bucket in flat:
             for group, size in bucket.share(*shared):
@@ -187,5 +198,5 @@ class StepTraffic:
         out += traffic.pipeline(sent, self.place.pp, self.stages.rank_of, m)
         flat = self.buckets()
         return (out + self.sync(flat) + traffic.data_parallel(
-            [b.numel for b in flat], self.sharers, zero_stage=parallel.zero_stage, element=self.element,
-            updated=updated))
+            [(b.numel, b.gathers) for b in flat], self.sharers, zero_stage=self.zero_stage, shares=self.shares,
+            element=self.element, micro_batches=m, updated=updated))

@@ -210,18 +210,36 @@ def pipeline(activation: int, rank: int, rank_of: Sequence[int], micro_batches: 
     return sends("pp", out * micro_batches, activation)
 
 
-def data_parallel(buckets: Iterable[int], n: int, *, zero_stage: int, element: int, updated: bool = True) -> Traffic:
-    """Gradients over the n = dp·cp ranks that hold the same weights; `buckets` are the elements of each flat bucket.
+def data_parallel(buckets: Iterable[tuple[int, int]], n: int, *, zero_stage: int, element: int,
+                  shares: int | None = None, micro_batches: int = 1, updated: bool = True) -> Traffic:
+    """Gradients and weights over the n = dp·cp ranks that hold the same weights.
 
-    Gradients are `w` bytes an element whatever the weights are. ZeRO 0: each bucket is all-reduced once a step,
-    2(n-1)/n·N·w. ZeRO 1: reduce-scattered, (n-1)/n·N·w, and the updated weights are gathered, (n-1)/n·N·e: the same
-    bytes in fp32, a quarter less with 16-bit weights. `updated`: False for a step that was skipped.
+    N elements; gradients are `w` bytes an element whatever the weights are. ZeRO 0: each bucket is all-reduced once a
+    step, 2(n-1)/n·N·w. ZeRO 1: reduce-scattered, (n-1)/n·N·w, and the updated weights are gathered, (n-1)/n·N·e: the
+    same bytes in fp32, a quarter less with 16-bit weights. ZeRO 2: no rank keeps a whole gradient until the next
+    micro-batch, so each of m is reduce-scattered, (n-1)/n·N·(m·w + e). ZeRO 3: weights are gathered for the forward and
+    anew for the backward of each, (n-1)/n·N·m·(w + 2e), but for the matrices of embedding and head, which no backward
+    reads; with m = 1 and fp32 that is half more than ZeRO 0 (Rajbhandari et al. 2020, section 7.2.2).
+    Hybrid: all that is over `shares` of the ranks, and the shares of the gradients are all-reduced once a step over
+    the n/shares replicas, 2(r-1)/r·N/shares·w: between nodes goes no more than that.
+
+    Args:
+        buckets: (elements, gathers in a micro-batch under ZeRO 3) of each flat bucket.
+        zero_stage: 0 where `shares` is 1.
+        element: bytes of a weight.
+        shares: ranks that share one copy; None: all.
+        updated: False for a step that was skipped.
     """
     out = Traffic()
-    for size in buckets:
+    shares = shares or n
+    inside, across = ("shard", "replicas") if shares < n else ("dp_cp", "dp_cp")
+    wide = max(4, element)
+    for size, gathers in buckets:
         if zero_stage == 0:
-            out += collective("dp_cp", "all_reduce", n, size * max(4, element))
-        else:
-            out += collective("dp_cp", "reduce_scatter", n, size * max(4, element))
-            out += collective("dp_cp", "all_gather", n, size * element, int(updated))
+            out += collective("dp_cp", "all_reduce", n, size * wide)
+            continue
+        out += collective(inside, "reduce_scatter", shares, size * wide, micro_batches if zero_stage > 1 else 1)
+        out += collective(across, "all_reduce", n // shares, size // shares * wide)
+        again = gathers * micro_batches if zero_stage == 3 else int(updated)
+        out += collective(inside, "all_gather", shares, size * element, again)
     return out

@@ -24,6 +24,8 @@ from megafour.model.shapes import logical_shapes
 from megafour.model.stage import Stage, build_stage
 from megafour.parallel.pieces import named_pieces
 from megafour.parallel.pipeline.select import Pipeline, pipeline_of
+from megafour.trainer.saving import shard_parts
+from megafour.trainer.setup import build_buckets
 
 
 @dataclass
@@ -138,6 +140,8 @@ def vocabulary_of(folder: Path, config: Config) -> int:
 def load_stage(folder: Path, config: Config, mesh: Mesh) -> Loaded:
     """Build this rank's stage and read its weights. Every rank of the mesh calls it together.
 
+    With `parallel.zero_stage` 3 data-parallel ranks keep a share of the weights each, and gather them layer by layer.
+
     Args:
         folder: as `find_model` gives it.
         config: resolved for the mesh.
@@ -145,10 +149,15 @@ def load_stage(folder: Path, config: Config, mesh: Mesh) -> Loaded:
         CheckpointError: on all ranks, where the folder is damaged or does not fit its own config.
     """
     vocab_size = vocabulary_of(folder, config)
-    stage = build_stage(config, mesh, vocab_size)
-    held = [LogicalTensor(f"weights/{piece.name}", piece.shape, param.dtype,
-                          [(piece.offset, piece.size, piece.view(param.data))], True)
-            for param, piece in named_pieces(stage)]
+    if config.parallel.zero_stage == 3 and mesh.group("shard").size > 1:
+        stage, buckets = build_buckets(config, mesh, vocab_size, trained=False)
+        held = [LogicalTensor(f"weights/{name}", shape, bucket.weight_shard.dtype, parts, True)
+                for bucket in buckets.buckets for name, shape, _, parts in shard_parts(bucket, bucket.weight_shard)]
+    else:
+        stage = build_stage(config, mesh, vocab_size)
+        held = [LogicalTensor(f"weights/{piece.name}", piece.shape, param.dtype,
+                              [(piece.offset, piece.size, piece.view(param.data))], True)
+                for param, piece in named_pieces(stage)]
     group = mesh.group("world").pg
     with torch.no_grad():
         if huggingface.is_huggingface(folder):

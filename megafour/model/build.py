@@ -29,6 +29,8 @@ class Build:
     vocab_size: int
     positions: Tensor
     """Global positions of this rank's tokens, `[s_local]`."""
+    weights: torch.device
+    """Where weights are made: `device`, or `meta` for those that are given their storage later."""
 
     @property
     def model(self) -> ModelConfig:
@@ -48,7 +50,7 @@ class Build:
     @property
     def placement(self) -> dict[str, Any]:
         """Keyword arguments of every parallel linear."""
-        return dict(sequence_parallel=self.sequence_parallel, dtype=self.dtype, device=self.device)
+        return dict(sequence_parallel=self.sequence_parallel, dtype=self.dtype, device=self.weights)
 
     @property
     def output_std(self) -> float:

@@ -50,7 +50,7 @@ class Embedding(nn.Module):
         self.position: nn.Parameter | None = None
         if cfg.position == "learned":
             shape = (int(cfg.max_position_embeddings or 0), cfg.hidden_size)
-            weight = nn.Parameter(torch.empty(shape, dtype=build.dtype, device=build.device))
+            weight = nn.Parameter(torch.empty(shape, dtype=build.dtype, device=build.weights))
             summed = "tp" if build.sequence_parallel else None
             self.position = set_pieces(weight, [Piece("position_embedding.weight", shape, (0, 0), shape, reduce=summed,
                                                       counted=build.tp.rank == 0, std=cfg.init_std)])
@@ -75,7 +75,7 @@ class Head(nn.Module):
             "embedding.weight" if tied else "head.weight", build.vocab_size, cfg.hidden_size, build.tp,
             std=cfg.init_std, tied=tied, counted=not tied, **build.placement)
 
-    def loss(self, x: Tensor, labels: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, labels: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
         """(scale × sum of token losses, per-token losses `[s*b]`) of `[s(/tp), b, h]` and labels `[b, s]`."""
         out = self.output
         return head_loss(self.norm(x), out.weight, labels.t(), scale, first=out.first, valid=out.valid_rows,

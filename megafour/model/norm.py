@@ -21,7 +21,7 @@ class Norm(nn.Module):
         super().__init__()
         summed = build.sequence_parallel if summed is None else summed
         self.eps = build.model.norm_eps
-        empty = partial(torch.empty, size, dtype=build.dtype, device=build.device)
+        empty = partial(torch.empty, size, dtype=build.dtype, device=build.weights)
         self.weight = set_pieces(nn.Parameter(empty()), [
             replicated_piece(f"{name}.weight", size, build.tp, summed=summed, init="ones")])
         self.bias = set_pieces(nn.Parameter(empty()), [

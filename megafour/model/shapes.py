@@ -10,7 +10,7 @@ from megafour.model.stage import build_stage
 from megafour.parallel.pieces import named_pieces
 
 ONE_PROCESS = {"parallel.dp": 1, "parallel.pp": 1, "parallel.tp": 1, "parallel.cp": 1, "parallel.context": {},
-               "parallel.zero_stage": 0,
+               "parallel.zero_stage": 0, "parallel.zero_size": None,
                "parallel.pipeline.partition": "auto", "parallel.pipeline.schedule": "1f1b",
                "parallel.pipeline.virtual_stages": None, "train.micro_batch_size": 1, "train.recompute": "none"}
 """What of a training config changes when one process holds the whole model."""

@@ -18,7 +18,8 @@ from megafour.parallel.context import METHODS, Core
 from megafour.parallel.context.blocks import Kernel
 from megafour.parallel.context.layout import Layout
 from megafour.parallel.context.mask import Masks
-from megafour.parallel.pieces import named_pieces
+from megafour.parallel.data.units import Unit
+from megafour.parallel.pieces import pieces_of
 from megafour.parallel.pipeline.partition import partition_layers
 from megafour.parallel.pipeline.select import pipeline_of
 from megafour.parallel.random import normal_rectangle
@@ -71,6 +72,18 @@ class Stage(nn.Module):
             return None, None
         return rope_tables(positions, model.head_size, model.rope_theta, model.rope_scaling, self.build.dtype)
 
+    def units(self) -> list[Unit]:
+        """What is gathered and reduced together, in the order of the forward."""
+        found = []
+        for chunk in range(len(self.decoders)):
+            part = self.part(chunk)
+            if part.embedding is not None:
+                found.append(Unit(chunk, part.embedding, ()))
+            found += [Unit(chunk, layer, tuple(layer.parameters())) for layer in part.layers.values()]
+            if part.head is not None:
+                found.append(Unit(chunk, part.head, tuple(part.head.norm.parameters())))
+        return found
+
     @property
     def decoder(self) -> Decoder:
         """The only part, of a rank without virtual stages."""
@@ -121,7 +134,7 @@ class Stage(nn.Module):
         """Activations `[s(/tp), b, h]`, or on the last stage the scaled sum of token losses, 0-D."""
         hidden = self.hidden(batch, x, self.make_pass(batch, step=step, train=train, chunk=chunk), chunk)
         head = self.part(chunk).head
-        return hidden if head is None else head.loss(hidden, batch.labels, scale)[0]
+        return hidden if head is None else head(hidden, batch.labels, scale)[0]
 
     def hidden(self, batch: MicroBatch, x: Tensor | None, passed: Pass, chunk: int = 0) -> Tensor:
         """Activations after the layers of one part, `[s(/tp), b, h]`."""
@@ -131,8 +144,11 @@ class Stage(nn.Module):
 
 
 def build_stage(config: Config, mesh: Mesh, vocab_size: int, *, attention: Core | None = None,
-                device: torch.device | None = None) -> Stage:
-    """Build what this rank holds with uninitialised weights, on the mesh's device unless told (`meta` builds none)."""
+                device: torch.device | None = None, weights: torch.device | None = None) -> Stage:
+    """Build what this rank holds with uninitialised weights, on the mesh's device unless told (`meta` builds none).
+
+    `weights`: where they are made if elsewhere: on `meta` those that are given their storage later.
+    """
     device = device or mesh.device
     dtype = DTYPES[config.train.precision]
     layout = layout_of(config, mesh)
@@ -146,16 +162,21 @@ def build_stage(config: Config, mesh: Mesh, vocab_size: int, *, attention: Core 
     parts = [Part(range(spans[stage][0], sum(spans[stage])), stage == 0, stage == placement.stages - 1)
              for stage in placement.stages_of[mesh.group("pp").rank]]
     positions = layout.positions(mesh.cp_rank)
-    build = Build(config, mesh, dtype, device, attention, vocab_size, positions)
+    build = Build(config, mesh, dtype, device, attention, vocab_size, positions, weights or device)
     return Stage(build, parts)
 
 
-@torch.no_grad()
 def initialize(stage: nn.Module, seed: int) -> None:
     """Fill every weight from (seed, logical name, global index): alike on every mesh; padding rows are zero."""
     for param in stage.parameters():
-        param.zero_()
-    for param, piece in named_pieces(stage):
+        initialize_parameter(param, seed)
+
+
+@torch.no_grad()
+def initialize_parameter(param: nn.Parameter, seed: int) -> None:
+    """The same for one local parameter."""
+    param.zero_()
+    for piece in pieces_of(param):
         view = piece.view(param)
         if piece.init == "ones":
             view.fill_(1.0)

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from megafour.config.schema import OptimizerConfig
-from megafour.parallel.data.buckets import Bucket, GradientBuckets
+from megafour.parallel.data.bucket import Bucket
+from megafour.parallel.data.buckets import GradientBuckets
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """AdamW's first and second moment, as torch names them."""
@@ -44,9 +45,9 @@ class ShardedOptimizer:
 
     @staticmethod
     def _master(bucket: Bucket) -> Tensor:
-        shard = bucket.weights[bucket.shard]
-        master = shard if shard.dtype == bucket.grads.dtype else shard.to(bucket.grads.dtype)
-        master.grad = bucket.grads[bucket.shard]
+        shard, dtype = bucket.weight_shard, bucket.grad_shard.dtype
+        master = shard if shard.dtype == dtype else shard.to(dtype)
+        master.grad = bucket.grad_shard
         return master
 
     @torch.no_grad()
@@ -66,7 +67,7 @@ class ShardedOptimizer:
         """Copy masters into the model's weights and gather the other ranks' shards."""
         for master, bucket in zip(self.masters, self.buckets.buckets, strict=True):
             if master.dtype != bucket.weights.dtype:
-                bucket.weights[bucket.shard].copy_(master)
+                bucket.weight_shard.copy_(master)
         self.buckets.gather_weights()
 
     @torch.no_grad()
@@ -74,7 +75,7 @@ class ShardedOptimizer:
         """Take the masters anew from the model's weights (after initialisation)."""
         for master, bucket in zip(self.masters, self.buckets.buckets, strict=True):
             if master.dtype != bucket.weights.dtype:
-                master.copy_(bucket.weights[bucket.shard])
+                master.copy_(bucket.weight_shard)
 
     @property
     def updates(self) -> int:

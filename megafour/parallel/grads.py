@@ -49,13 +49,14 @@ def defer(param: nn.Parameter, run: Callable[[], object]) -> bool:
 
 def has_main_grad(param: nn.Parameter) -> bool:
     """Whether the parameter accumulates into a flat fp32 (fp64) buffer instead of `.grad`."""
-    return getattr(param, "main_grad", None) is not None
+    return hasattr(param, "main_grad")
 
 
-def attach_main_grad(param: nn.Parameter, buffer: Tensor, ready: Callable[[nn.Parameter], None],
+def attach_main_grad(param: nn.Parameter, buffer: Callable[[], Tensor], ready: Callable[[nn.Parameter], None],
                      deferral: Deferral | None = None) -> None:
     """Give `param` its buffer (a view of its shape), whom to tell after each accumulation, and where it may wait.
 
+    `buffer` is asked whenever a gradient comes, for what holds sums between the micro-batches may be a shard only.
     Gradients that arrive through autograd (norms, biases) are moved over by a hook; the layers of
     `parallel/tensor` write their own matmul's result, which saves a pass over memory for every weight.
     """
@@ -68,7 +69,7 @@ def attach_main_grad(param: nn.Parameter, buffer: Tensor, ready: Callable[[nn.Pa
 def _move_grad(param: Tensor) -> None:
     if param.grad is None:  # a layer wrote into the buffer itself; torch calls this hook for it all the same
         return
-    param.main_grad.add_(param.grad)  # type: ignore[attr-defined]
+    param.main_grad().add_(param.grad)  # type: ignore[attr-defined]
     param.grad = None
     param.grad_ready(param)  # type: ignore[attr-defined]
 
@@ -86,7 +87,7 @@ def weight_grad(param: nn.Parameter, grad_out: Tensor, x: Tensor) -> Tensor | No
 
 
 def _accumulate(param: nn.Parameter, grad_out: Tensor, x: Tensor) -> None:
-    add_mm_(param.main_grad, grad_out.t(), x)  # type: ignore[attr-defined]
+    add_mm_(param.main_grad(), grad_out.t(), x)  # type: ignore[attr-defined]
     param.grad_ready(param)  # type: ignore[attr-defined]
 
 
@@ -96,6 +97,6 @@ def add_grad(param: nn.Parameter, write: Callable[[Tensor], object]) -> Tensor |
         grad = torch.zeros_like(param)
         write(grad)
         return grad
-    write(param.main_grad)  # type: ignore[attr-defined]
+    write(param.main_grad())  # type: ignore[attr-defined]
     param.grad_ready(param)  # type: ignore[attr-defined]
     return None

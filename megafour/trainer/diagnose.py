@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
 
 from megafour.data.batch import MicroBatch
-from megafour.parallel.pieces import named_pieces
+from megafour.parallel.data.bucket import Bucket
+from megafour.parallel.pieces import named_pieces, pieces_of
 from megafour.trainer.step import TrainState, count_valid_tokens, forward_backward
 
 
@@ -19,8 +22,11 @@ def not_finite(state: TrainState, batches: list[MicroBatch], step: int) -> str:
     mine: tuple[str, str, list[int]] | None = None
     for batch in batches:
         valid = count_valid_tokens([batch], state.mesh)
-        forward_backward(state, [batch], step, valid, reduce=False)
-        name = _first_bad(state)
+        bad: set[str] = set()
+        forward_backward(state, [batch], step, valid, look=partial(_look, bad))
+        state.buckets.finish_reduction()
+        # The first in the order in which backward makes them.
+        name = next((p.name for _, p in reversed(list(named_pieces(state.stage))) if p.name in bad), None)
         if name is not None and mine is None:
             mine = (state.mesh.describe(), name, batch.samples.tolist())
     found = [mine]
@@ -34,6 +40,13 @@ def not_finite(state: TrainState, batches: list[MicroBatch], step: int) -> str:
     rank, name, samples = named[0]
     more = f", and {len(named) - 1} more ranks" if len(named) > 1 else ""
     return f"gradient of {name} on {rank}, samples {', '.join(map(str, samples))}{more}"
+
+
+def _look(bad: set[str], bucket: Bucket) -> None:
+    """Note the logical names of a bucket's gradients that are not finite on this rank."""
+    for param in bucket.params:
+        bad.update(piece.name for piece in pieces_of(param)
+                   if not bool(torch.isfinite(piece.view(bucket.grad_of(param))).all()))
 
 
 def samples(state: TrainState, batches: list[MicroBatch]) -> str:
@@ -53,20 +66,12 @@ def samples(state: TrainState, batches: list[MicroBatch]) -> str:
     return ", ".join("-".join(map(str, run)) for run in runs)
 
 
-def _first_bad(state: TrainState) -> str | None:
-    """The logical name of the first gradient that is not finite here, in the order in which backward makes them."""
-    for param, piece in reversed(list(named_pieces(state.stage))):
-        if not bool(torch.isfinite(piece.view(param.main_grad)).all()):  # type: ignore[attr-defined]
-            return piece.name
-    return None
-
-
 def parameter_norms(state: TrainState) -> list[str]:
     """Lines `name: weight norm, gradient norm` over all ranks, each logical parameter once."""
     local: dict[str, tuple[float, float]] = {}
-    seen = state.buckets.sharded or state.mesh.group("dp_cp").rank == 0
+    seen = state.buckets.primary
     for _, bucket, master in (s for s in state.optimizer.flat_states() if s[0] == "weights"):
-        grads = bucket.grads[bucket.shard]
+        grads = bucket.grad_shard
         for _, piece, a, b in bucket.shard_ranges():
             if piece.counted and seen:
                 w, g = local.get(piece.name, (0.0, 0.0))

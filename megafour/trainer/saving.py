@@ -17,7 +17,7 @@ from megafour.checkpoint.errors import CheckpointError
 from megafour.checkpoint.folder import size_of
 from megafour.checkpoint.tensors import LogicalTensor, flat_parts
 from megafour.config.schema import CheckpointConfig
-from megafour.parallel.data.buckets import Bucket
+from megafour.parallel.data.bucket import Bucket
 from megafour.trainer.logs import RankLog
 from megafour.trainer.step import TrainState
 
@@ -97,11 +97,11 @@ def logical_tensors(state: TrainState, *, optimizer: bool = True) -> list[Logica
     checkpoint does not depend on the precision. `exp_avg/NAME` and `exp_avg_sq/NAME` are AdamW's moments.
     """
     found: dict[str, LogicalTensor] = {}
-    written = state.buckets.sharded or state.mesh.group("dp_cp").rank == 0
+    written = state.buckets.primary
     for kind, bucket, flat in state.optimizer.flat_states():
         if kind != "weights" and not optimizer:
             continue
-        for name, shape, primary, parts in _parts(bucket, flat):
+        for name, shape, primary, parts in shard_parts(bucket, flat):
             key = f"{kind}/{name}"
             if key in found:
                 found[key].parts.extend(parts)
@@ -110,7 +110,7 @@ def logical_tensors(state: TrainState, *, optimizer: bool = True) -> list[Logica
     return list(found.values())
 
 
-def _parts(bucket: Bucket, flat: torch.Tensor) -> Iterator[tuple[str, tuple[int, ...], bool, list[Any]]]:
+def shard_parts(bucket: Bucket, flat: torch.Tensor) -> Iterator[tuple[str, tuple[int, ...], bool, list[Any]]]:
     """(name, logical shape, counted, rectangles) of each piece that the flat shard holds something of."""
     for param, piece, a, b in bucket.shard_ranges():
         start, _ = piece.flat_range(tuple(param.shape))

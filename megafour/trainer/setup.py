@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
+from megafour.comm.group import Group, solo
 from megafour.config.errors import ConfigError
 from megafour.config.schema import Config
 from megafour.kernels.attention import select_attention
 from megafour.mesh import Launch, Mesh
-from megafour.model.stage import DTYPES, build_stage, initialize
+from megafour.model.stage import DTYPES, Stage, build_stage, initialize_parameter
 from megafour.optim.optimizer import ShardedOptimizer
 from megafour.parallel.context import Core
 from megafour.parallel.data.buckets import GradientBuckets
@@ -46,16 +49,31 @@ def build_mesh(config: Config, device: torch.device, *, ledger: bool | None = No
     counting = config.logging.traffic if ledger is None else ledger
     ulysses = int(p.context.ulysses) if p.context.ulysses != "auto" else 1
     return Mesh.build(dp=int(p.dp), pp=p.pp, tp=p.tp, cp=p.cp, ulysses=ulysses, inner_ring=p.context.inner_ring or 1,
-                      order=p.order, device=device, ledger=Ledger() if counting else None)
+                      zero_size=p.zero_size, order=p.order, device=device, ledger=Ledger() if counting else None)
+
+
+def sharing_groups(config: Config, mesh: Mesh) -> tuple[Group, Group]:
+    """(ranks that share one copy of what ZeRO shards, ranks that hold the same share): together dp×cp."""
+    if config.parallel.zero_stage == 0:
+        return solo("shard", mesh.rank), mesh.group("dp_cp")
+    return mesh.group("shard"), mesh.group("replicas")
+
+
+def build_buckets(config: Config, mesh: Mesh, vocab_size: int, *, attention: Core | None = None,
+                  trained: bool = True) -> tuple[Stage, GradientBuckets]:
+    """What this rank holds, with uninitialised weights: under ZeRO 3 only its share of them ever has storage."""
+    shard, replicas = sharing_groups(config, mesh)
+    whole = config.parallel.zero_stage < 3 or shard.size == 1
+    stage = build_stage(config, mesh, vocab_size, attention=attention, weights=None if whole else torch.device("meta"))
+    accumulate = torch.promote_types(DTYPES[config.train.precision], torch.float32)
+    return stage, GradientBuckets(stage.parameters(), shard, replicas=replicas, zero_stage=config.parallel.zero_stage,
+                                  accumulate=accumulate, units=stage.units(), device=mesh.device, trained=trained)
 
 
 def build_state(config: Config, mesh: Mesh, vocab_size: int, *, attention: Core | None = None) -> TrainState:
     """Stage, buckets, optimizer and pipeline of this rank, with initial weights from run.seed."""
-    stage = build_stage(config, mesh, vocab_size, attention=attention)
-    precision = DTYPES[config.train.precision]
-    buckets = GradientBuckets(stage.parameters(), mesh.group("dp_cp"), zero_stage=config.parallel.zero_stage,
-                              accumulate=torch.promote_types(precision, torch.float32))
-    initialize(stage, config.run.seed)
+    stage, buckets = build_buckets(config, mesh, vocab_size, attention=attention)
+    buckets.fill(partial(initialize_parameter, seed=config.run.seed))
     optimizer = ShardedOptimizer(config.optimizer, buckets)
     groups = {"tp": mesh.group("tp"), "kv": mesh.kv_replicas(config.model.kv_heads),
               "embedding": mesh.group("embedding")}

@@ -19,6 +19,7 @@ from megafour.mesh import Mesh
 from megafour.model.stage import Stage
 from megafour.optim.optimizer import ShardedOptimizer
 from megafour.parallel.data.buckets import GradientBuckets, squared_norm, sync_replicated
+from megafour.parallel.data.reduction import Look
 from megafour.parallel.pipeline.actions import Action, Kind
 from megafour.parallel.pipeline.executor import run_forward_only, run_schedule
 from megafour.parallel.pipeline.record import Recorder
@@ -92,9 +93,10 @@ def train_step(state: TrainState, batches: list[MicroBatch], step: int, lr: floa
 
 
 def forward_backward(state: TrainState, batches: list[MicroBatch], step: int, valid: int, *,
-                     reduce: bool = True) -> Tensor:
+                     look: Look | None = None) -> Tensor:
     """Run the schedule; gradients of (sum of losses) / `valid` accumulate in fp32. Returns this rank's part of it.
 
+    `look` sees the gradients of this rank, in place of their sums over ranks.
     The division by the global number of valid tokens comes before backward, so that no later stage scales anything.
     """
     state.buckets.zero()
@@ -108,8 +110,7 @@ def forward_backward(state: TrainState, batches: list[MicroBatch], step: int, va
     def before(action: Action) -> None:
         set_phase(state.mesh, "forward" if action.kind is Kind.FORWARD else "backward")
 
-    if reduce:
-        state.buckets.start_reduction(len(batches))
+    state.buckets.start_reduction(len(batches), look)
     losses = run_schedule(state.pipeline.table(len(batches)), group=state.mesh.group("pp"), channels=state.mesh.channel,
                           chunks=[partial(forward, chunk) for chunk in range(len(stage.decoders))],
                           activation=wire(state, batches), deferral=state.buckets.deferral, before=before,
@@ -142,7 +143,7 @@ def sum_over_world(state: TrainState, loss_part: Tensor, flag: float) -> tuple[f
     """(loss, gradient norm, flags), each summed with every logical part counted once, in one small all-reduce."""
     mesh, squares = state.mesh, squared_norm(state.buckets.buckets)
     counts_loss = state.stage.is_last and mesh.group("tp").rank == 0
-    counts_norm = state.buckets.sharded or mesh.group("dp_cp").rank == 0
+    counts_norm = state.buckets.primary
     zero = torch.zeros((), dtype=torch.float64, device=mesh.device)
     parts = torch.stack([loss_part.double() if counts_loss else zero, squares if counts_norm else zero, zero + flag])
     # A part that is not counted may still be the one that is not finite: it must reach every rank.

@@ -66,7 +66,7 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "valid": ("all", "uneven", "empty-rank"),
     "order": ("auto", "pp-inner", "reversed"),
     "sequence_parallel": ("true", "false"),
-    "zero_stage": ("0", "1"),
+    "zero_stage": ("0", "1", "2", "3", "1:2", "3:2"),  # hybrid: the ranks that share one copy after a colon
     "tied": ("false", "true"),
     "micro_batches": ("1", "3"),
     "micro_batch_size": ("1", "2"),
@@ -90,19 +90,21 @@ Pair = tuple[tuple[str, str], tuple[str, str]]
 def values(mesh: Degrees, option: str) -> tuple[str, ...]:
     """The values of an option that differ in effect on `mesh`; none where the option has no effect at all."""
     every = OPTIONS[option]
+    sharers = mesh.dp * mesh.cp
     axes = sum(n > 1 for n in (mesh.dp, mesh.pp, mesh.tp, mesh.cp))
     if option == "kv_heads":
         return every if mesh.tp > 2 else (*every[:2], "fewer" if mesh.tp == 2 else "one")    # at tp 2 fewer is one
     if option == "method":
         return () if mesh.cp == 1 else every if mesh.cp >= 4 else every[:3]    # two rings, or heads and a ring
     if option == "valid":
-        return every if mesh.dp * mesh.cp > 1 else every[:2]
+        return every if sharers > 1 else every[:2]
+    if option == "zero_stage":
+        return () if sharers == 1 else every if sharers >= 4 else every[:4]
     if option == "order":
         if axes < 2:
             return ()
         return every if mesh.dp > 1 and mesh.pp > 1 else ("auto", "reversed")
-    needs = {"sequence_parallel": mesh.tp, "layout": mesh.cp, "zero_stage": mesh.dp * mesh.cp, "layers": mesh.pp,
-             "schedule": mesh.pp}
+    needs = {"sequence_parallel": mesh.tp, "layout": mesh.cp, "layers": mesh.pp, "schedule": mesh.pp}
     return every if needs.get(option, 2) > 1 else ()
 
 
@@ -211,4 +213,35 @@ def schedule_rows(*, whole: bool) -> list[Row]:
             one = counts[(number + place) % len(counts)]
             for count in counts if whole and place < len(plain) else (one,):
                 rows.append({**_PLAIN, **extra, "schedule": schedule, "micro_batches": count})
+    return rows
+
+
+_SHARED: tuple[Row, ...] = (
+    {"mesh": "dp2", "tied": "true", "recompute": "full"},
+    {"mesh": "dp2-tp2", "sequence_parallel": "true", "qk_norm": "true"},
+    {"mesh": "dp2-pp2", "schedule": "1f1b", "tied": "true"},
+    {"mesh": "cp2", "valid": "empty-rank"},
+    {"mesh": "dp2-pp2", "schedule": "zb_v", "tied": "true", "family": "gpt2"},
+    {"mesh": "dp2-pp2", "schedule": "interleaved_1f1b:2", "micro_batches": "4", "recompute": "full"},
+    {"mesh": "dp2-cp2", "tied": "true", "recompute": "selective", "clip": "tight"},
+    {"mesh": "dp2-pp2-tp2", "kv_heads": "one", "schedule": "zb_h1", "tied": "true", "family": "gpt2"},
+    {"mesh": "dp4", "optimizer": "sgd", "dropout": "on"},
+    {"mesh": "dp2-pp2", "schedule": "dualpipe_v", "micro_batches": "4", "tied": "true", "recompute": "full"},
+    {"mesh": "dp2-pp4", "schedule": "zb_h2", "micro_batches": "4"},
+    {"mesh": "dp2-pp2-tp2-cp2", "tied": "true", "recompute": "full", "family": "gpt2"},
+)
+"""What is mixed with a stage of ZeRO, with 3 micro-batches where it says no number."""
+
+
+def zero_rows(*, whole: bool) -> list[Row]:
+    """ZeRO 2, 3 and hybrid sharding of every stage, each on every mixed row where its ranks allow it.
+
+    Not `whole`: ZeRO 2 and 3 alone, with tp, pp, cp and over a V, and one hybrid row of each.
+    """
+    rows: list[Row] = []
+    for stage in ("2", "3", "1:2", "2:2", "3:2"):
+        size = 4 if ":" in stage else 2
+        wide = [row for row in _SHARED if parse_mesh(row["mesh"]).dp * parse_mesh(row["mesh"]).cp >= size]
+        chosen = wide if whole else wide[:1] if size == 4 else wide[:5]
+        rows += [{**_PLAIN, "micro_batches": "3", **row, "zero_stage": stage} for row in chosen]
     return rows

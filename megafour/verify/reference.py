@@ -13,10 +13,10 @@ from torch import Tensor
 from megafour.config.schema import Config, OptimizerConfig
 from megafour.data.batch import IGNORE, MicroBatch
 from megafour.mesh import Mesh
-from megafour.model.stage import Stage, build_stage, initialize
+from megafour.model.stage import Stage, build_stage, initialize_parameter
 from megafour.optim.lr_schedule import learning_rate
 from megafour.parallel.context.mask import Mask
-from megafour.parallel.pieces import named_pieces
+from megafour.parallel.pieces import named_pieces, pieces_of
 from megafour.parallel.random import AttentionDropout, normal_rectangle
 from megafour.verify.toy import toy_batches
 
@@ -55,15 +55,14 @@ def reference_loss(stage: Stage, batch: MicroBatch, step: int = 0) -> Tensor:
 
 
 @torch.no_grad()
-def start(stage: Stage, config: Config, dtype: torch.dtype) -> None:
-    """The run's initial weights with biases and norms spread out, rounded to `dtype`: alike on every mesh."""
-    initialize(stage, config.run.seed)
-    for param, piece in named_pieces(stage):
+def start(param: torch.nn.Parameter, seed: int, dtype: torch.dtype) -> None:
+    """A run's initial weights with biases and norms spread out, rounded to `dtype`: alike on every mesh."""
+    initialize_parameter(param, seed)
+    for piece in pieces_of(param):
         if piece.init != "normal":
-            noise = normal_rectangle(config.run.seed, f"verify/{piece.name}", piece.offset, piece.size)
+            noise = normal_rectangle(seed, f"verify/{piece.name}", piece.offset, piece.size)
             piece.view(param).add_(noise.mul_(SPREAD))
-    for param in stage.parameters():
-        param.copy_(param.to(dtype))
+    param.copy_(param.to(dtype))
 
 
 @dataclass
@@ -88,7 +87,8 @@ def run_reference(config: Config, vocab_size: int, steps: int, valid: str, devic
         "train.micro_batch_size": config.train.global_batch_size, "train.recompute": "none",
         "train.precision": "fp64" if dtype == torch.float64 else "fp32"})
     stage = build_stage(alone, Mesh.single(device), vocab_size, attention=dense_attention)
-    start(stage, alone, dtype)
+    for param in stage.parameters():
+        start(param, config.run.seed, dtype)
     update = plain_optimizer(config.optimizer, list(stage.parameters()))
     result = Reference([], [], [], {}, [])
     for step in range(steps):

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megafour.optim.lr_schedule import learning_rate
-from megafour.parallel.pieces import Piece, named_pieces
+from megafour.parallel.pieces import Piece, pieces_of
 from megafour.trainer.setup import build_mesh, build_state
 from megafour.trainer.step import TrainState, train_step
 from megafour.verify.pool import Pool, RankError
@@ -171,7 +172,7 @@ def _compare(case: Case, steps: int, reference: Reference, precision: str, devic
     config = case.config
     mesh = build_mesh(config, device, ledger=False)
     state = build_state(config, mesh, VOCAB)
-    start(state.stage, config, DTYPES[precision])
+    state.buckets.fill(partial(start, seed=config.run.seed, dtype=DTYPES[precision]))
     state.optimizer.reset_masters()
     found = Compared(0.0, 0.0)
     for step in range(steps):
@@ -185,12 +186,20 @@ def _compare(case: Case, steps: int, reference: Reference, precision: str, devic
         found.loss = worst((found.loss, deviation(result.loss, reference.losses[step])))
         found.grad_norm = worst((found.grad_norm, deviation(result.grad_norm, reference.norms[step])))
     floor = TOLERANCES[precision].weight_floor * sum(reference.learning_rates)
-    for param, piece in named_pieces(state.stage):
-        want = reference.weights[piece.name]
+    for bucket in state.buckets.buckets:
+        with state.buckets.whole(bucket):
+            for param in bucket.params:
+                _weights(param, reference.weights, found, floor)
+    return found
+
+
+def _weights(param: torch.nn.Parameter, wanted: dict[str, Tensor], found: Compared, floor: float) -> None:
+    """Compare a parameter, on a scale of at least `floor`."""
+    for piece in pieces_of(param):
+        want = wanted[piece.name]
         part = _difference(piece.view(param), _rectangle(want, piece))
         scaled = part / max(float(want.abs().max()), floor)
         found.weights[piece.name] = worst((scaled, found.weights.get(piece.name, 0.0)))
-    return found
 
 
 def deviation(got: float, want: float) -> float:
@@ -203,11 +212,10 @@ def _gradients(state: TrainState, wanted: dict[str, Tensor], found: Compared, sh
     found.held = []
     floor = max(share * max(float(g.abs().max()) for g in wanted.values()), 1e-300)
     for bucket in state.buckets.buckets:
-        shard = bucket.grads[bucket.shard]
         for param, piece, a, b in bucket.shard_ranges():
             begin = piece.flat_range(tuple(param.shape))[0] + bucket.starts[param] - bucket.shard.start
             want = wanted[piece.name]
-            part = _difference(shard[a:b], _rectangle(want, piece).reshape(-1)[a - begin:b - begin])
+            part = _difference(bucket.grad_shard[a:b], _rectangle(want, piece).reshape(-1)[a - begin:b - begin])
             scaled = part / max(float(want.abs().max()), floor)
             found.gradients[piece.name] = worst((scaled, found.gradients.get(piece.name, 0.0)))
             found.held.append((piece.name, piece.offset, piece.size, a - begin, b - begin))

@@ -99,6 +99,7 @@ def place(toy: Config, config: Config, mesh: Degrees, micro_batches: int) -> Con
     placed = toy.replace({
         "parallel.dp": mesh.dp, "parallel.pp": mesh.pp, "parallel.tp": mesh.tp, "parallel.cp": mesh.cp,
         "parallel.pipeline.partition": _partition(config, toy.model.num_layers, mesh.pp * held_stages(config)),
+        "parallel.zero_size": toy.parallel.zero_size and math.gcd(toy.parallel.zero_size, mesh.dp * mesh.cp),
         **_context(toy, mesh),
         "train.global_batch_size": mesh.dp * toy.train.micro_batch_size * micro_batches})
     try:
@@ -226,6 +227,7 @@ def option_case(config: Config, row: Row, steps: int, precision: str = "fp64", d
     context = _row_context(row, mesh)
     heads, kv = _heads(row["kv_heads"], mesh.tp, mesh.cp if context["method"] in ("ulysses", "usp") else 1)
     schedule, _, chunks = row.get("schedule", "1f1b").partition(":")
+    stage, _, size = row.get("zero_stage", "1").partition(":")
     pipeline = {"schedule": schedule, "virtual_stages": int(chunks) if chunks else None}
     stages = mesh.pp * held_stages(config.replace({"parallel.pipeline": pipeline}))
     layers = max(2, stages) * (1 if stages >= 4 else 2) + (row.get("layers", "even") != "even")
@@ -239,7 +241,7 @@ def option_case(config: Config, row: Row, steps: int, precision: str = "fp64", d
         "model.hidden_dropout": dropout, "model.attention_dropout": dropout, "model.init_std": 0.15,
         "model.max_position_embeddings": None,
         "parallel.sequence_parallel": row.get("sequence_parallel", "true") == "true",
-        "parallel.zero_stage": int(row.get("zero_stage", "1")), "parallel.order": order,
+        "parallel.zero_stage": int(stage), "parallel.zero_size": int(size) if size else None, "parallel.order": order,
         "parallel.tp": mesh.tp, "parallel.pp": mesh.pp, "parallel.cp": mesh.cp, "parallel.dp": mesh.dp,
         "parallel.context": context, "data.document_mask": row["documents"] == "on",
         "model.attention_window": {"none": None, "short": 3, "pattern": [None, 9]}[row["window"]],

@@ -1,1 +1,1 @@
-"""Data parallelism: gradient buckets and the sharded optimizer state of ZeRO."""
+"""Data parallelism: flat buckets of weights and gradients, their sums, and what ZeRO shards of them."""

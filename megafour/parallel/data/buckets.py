@@ -1,177 +1,155 @@
-"""Flat buckets of weights and fp32 gradients: reduced once a step, overlapped with the last backward."""
+"""Flat buckets of weights and fp32 gradients, and what of them a rank keeps under each stage of ZeRO."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from megafour.comm import primitives
-from megafour.comm.group import Group
-from megafour.cost.parameters import BUCKET_BYTES, SHARE_UNIT
+from megafour.comm.group import Group, solo
+from megafour.cost.parameters import padded, plan
+from megafour.parallel.data.bucket import Bucket
+from megafour.parallel.data.gathering import Gathering, hook_units
+from megafour.parallel.data.reduction import Look, Reduction
+from megafour.parallel.data.units import Unit, described, uses_decay
 from megafour.parallel.grads import Deferral, attach_main_grad
-from megafour.parallel.pieces import Piece, pieces_of
-
-
-@dataclass
-class Bucket:
-    """A run of parameters whose weights, and whose gradients, lie in one flat tensor each."""
-
-    params: list[nn.Parameter]
-    decay: bool
-    weights: Tensor
-    """Flat, in the model's dtype; the parameters are views of it. Padded to equal shares."""
-    grads: Tensor
-    """Flat fp32 (fp64 in fp64 runs) sums over micro-batches."""
-    starts: dict[nn.Parameter, int]
-    shard: slice
-    """The range this rank optimises: all of it, or its 1/n under ZeRO."""
-    waiting: dict[nn.Parameter, int] = field(default_factory=dict)
-    pending: primitives.Pending | None = None
-    launched: bool = False
-
-    def shard_ranges(self) -> Iterable[tuple[nn.Parameter, Piece, int, int]]:
-        """(param, piece, start, stop): each piece's part within this rank's shard, as offsets into the shard."""
-        for param in self.params:
-            for piece in pieces_of(param):
-                a, b = piece.flat_range(tuple(param.shape))
-                a, b = a + self.starts[param] - self.shard.start, b + self.starts[param] - self.shard.start
-                a, b = max(a, 0), min(b, self.shard.stop - self.shard.start)
-                if a < b:
-                    yield param, piece, a, b
-
-
-def uses_decay(param: nn.Parameter) -> bool:
-    """Weight decay falls on every tensor of two or more dims, nothing else."""
-    return param.dim() >= 2
-
-
-def _plan(params: list[nn.Parameter], bytes_per: int) -> list[list[nn.Parameter]]:
-    """Parameters in the order their gradients come (last layer first), cut where a bucket is full.
-
-    Tied embeddings get a bucket of their own, so that ZeRO cuts it alike on the first and the last stage.
-    """
-    plans: list[list[nn.Parameter]] = []
-    for decay in (True, False):
-        current: list[nn.Parameter] = []
-        for param in reversed([p for p in params if uses_decay(p) == decay]):
-            if any(piece.reduce == "embedding" for piece in pieces_of(param)):
-                plans.append([param])
-                continue
-            current.append(param)
-            if sum(p.numel() for p in current) * bytes_per >= BUCKET_BYTES:
-                plans.append(current)
-                current = []
-        if current:
-            plans.append(current)
-    return plans
 
 
 class GradientBuckets:
-    """Owns the flat storage of a stage's weights and gradients, and their reduction over dp×cp (`group`).
+    """Owns the flat storage of a rank's weights and gradients, and their sums over dp×cp.
 
-    Reduction happens over dp×cp also when dp is 1: with cp > 1 every rank holds the gradient of its own tokens only.
+    dp×cp is `group`, whose ranks share one copy of what the stage of ZeRO (Rajbhandari et al. 2020) shards, times
+    `replicas`, whose ranks hold the same shares; without ZeRO every rank is a replica. Gradients are summed over dp×cp
+    also when dp is 1: with cp > 1 every rank holds the gradient of its own tokens only.
     """
 
-    def __init__(self, params: Iterable[nn.Parameter], group: Group, *, zero_stage: int,
-                 accumulate: torch.dtype) -> None:
-        self.group, self.zero_stage = group, zero_stage
-        self.reducing = False
+    def __init__(self, params: Iterable[nn.Parameter], group: Group, *, zero_stage: int, accumulate: torch.dtype,
+                 replicas: Group | None = None, units: Sequence[Unit] = (), device: torch.device | None = None,
+                 trained: bool = True) -> None:
+        """Move the parameters into flat buckets.
+
+        Args:
+            params: in the order of registration; on `meta` they are given storage, elsewhere their values move.
+            group, replicas: as above.
+            zero_stage: no effect in a group of one.
+            accumulate: dtype of gradients.
+            units: what ZeRO 2 and 3 reduce and gather together.
+            device: of parameters on `meta`.
+            trained: False has no gradients, for inference.
+        """
+        self.group, self.replicas = group, replicas or solo("replicas")
+        self.zero_stage = zero_stage if group.size > 1 else 0
         self.deferral = Deferral()
         """Where weight gradients wait when a schedule splits the backward."""
-        self.buckets: list[Bucket] = []
-        self._of: dict[nn.Parameter, Bucket] = {}
-        for chosen in _plan(list(params), torch.empty((), dtype=accumulate).element_size()):
-            self.buckets.append(self._flatten(chosen, accumulate))
+        self._gathering = Gathering(self.group) if self.zero_stage == 3 else None
+        ordered = list(params)
+        known = described(ordered, units)
+        wide = torch.empty((), dtype=accumulate).element_size()
+        self._trained = trained
+        self.buckets = [self._flatten([ordered[i] for i in chosen], known[chosen[0]].chunk, accumulate, device)
+                        for chosen in plan(known, wide, self.zero_stage)]
+        self._reduction = Reduction(self.buckets, self.group, self.replicas, each=self.zero_stage >= 2)
+        for bucket in self.buckets:
+            for param in bucket.params if trained else ():
+                attach_main_grad(param, partial(bucket.grad_of, param), self._reduction.ready, self.deferral)
+        if self._gathering is not None:
+            hook_units(self._gathering, units, {p: b for b in self.buckets for p in b.params})
 
     @property
-    def sharded(self) -> bool:
-        """Whether each rank keeps and optimises only its share (ZeRO 1)."""
-        return self.zero_stage >= 1 and self.group.size > 1
+    def primary(self) -> bool:
+        """Whether this rank's shares count in norms and are written: each share is on one such rank."""
+        return self.replicas.rank == 0
 
-    def _flatten(self, params: list[nn.Parameter], accumulate: torch.dtype) -> Bucket:
-        total = sum(p.numel() for p in params)
-        unit = SHARE_UNIT * self.group.size
-        padded = math.ceil(total / unit) * unit
-        device = params[0].device
-        weights = torch.zeros(padded, dtype=params[0].dtype, device=device)
-        grads = torch.zeros(padded, dtype=accumulate, device=device)
-        share = padded // self.group.size
-        shard = slice(self.group.rank * share, (self.group.rank + 1) * share) if self.sharded else slice(0, padded)
-        bucket = Bucket(params, uses_decay(params[0]), weights, grads, {}, shard)
-        start = 0
+    def _flatten(self, params: list[nn.Parameter], chunk: int, accumulate: torch.dtype,
+                 device: torch.device | None) -> Bucket:
+        total = padded(sum(p.numel() for p in params), self.group.size)
+        share = total // self.group.size
+        shard = slice(self.group.rank * share, (self.group.rank + 1) * share) if self.zero_stage else slice(0, total)
+        meta = params[0].is_meta
+        device = device if meta and device is not None else params[0].device
+        weights = (torch.empty if meta else torch.zeros)(total, dtype=params[0].dtype, device=device)
+        starts, start = {}, 0
         for param in params:
-            stop = start + param.numel()
-            weights[start:stop].copy_(param.detach().reshape(-1))
-            param.data = weights[start:stop].view(param.shape)
-            attach_main_grad(param, grads[start:stop].view(param.shape), self._ready, self.deferral)
-            bucket.starts[param] = start
-            self._of[param] = bucket
-            start = stop
-        return bucket
+            _move(param, weights[start : start + param.numel()].view(param.shape))
+            starts[param], start = start, start + param.numel()
+        weight_shard = weights[shard]
+        if self.zero_stage == 3:
+            weight_shard = torch.zeros_like(weight_shard) if meta else weight_shard.clone()
+            weights.untyped_storage().resize_(0)
+        kept = share if self.zero_stage >= 2 else total
+        grads = torch.zeros(kept if self._trained else 0, dtype=accumulate, device=device)
+        whole, grad_shard = (grads, grads[shard]) if self.zero_stage < 2 else (None, grads)
+        return Bucket(params, uses_decay(params[0]), chunk, starts, shard, weights, weight_shard, whole, grad_shard)
+
+    # --- gradients ----------------------------------------------------------------------------------------------
 
     def zero(self) -> None:
         """Forget the last step's gradients."""
         for bucket in self.buckets:
-            bucket.grads.zero_()
+            bucket.drop_grads()
+            (bucket.grad_shard if bucket.grads is None else bucket.grads).zero_()
 
-    def start_reduction(self, microbatches: int) -> None:
-        """A step of `microbatches` begins: reduce each bucket as soon as the last gradient for it is in.
+    def start_reduction(self, microbatches: int, look: Look | None = None) -> None:
+        """A step of `microbatches` begins: reduce each bucket as soon as the gradients that it waits for are in.
 
-        Counted from the start, so that no order of backwards and weight gradients matters.
+        `look` sees each bucket's gradients of this rank instead, and nothing is summed over ranks.
         """
-        self.reducing = True
-        for bucket in self.buckets:
-            bucket.launched, bucket.pending = False, None
-            bucket.waiting = {p: microbatches * getattr(p, "uses", 1) for p in bucket.params}
-
-    def _ready(self, param: nn.Parameter) -> None:
-        if not self.reducing:
-            return
-        bucket = self._of[param]
-        bucket.waiting[param] -= 1
-        if bucket.waiting[param] == 0:
-            del bucket.waiting[param]
-            self._launch_whole()
-
-    def _launch_whole(self) -> None:
-        """Launch whole buckets in their fixed order: every rank of the group must post the same sequence."""
-        for bucket in self.buckets:
-            if bucket.launched:
-                continue
-            if bucket.waiting:
-                return
-            self._launch(bucket)
-
-    def _launch(self, bucket: Bucket) -> None:
-        bucket.launched = True
-        if self.sharded:
-            bucket.pending = primitives.reduce_scatter(bucket.grads, self.group, out=bucket.grads[bucket.shard],
-                                                       async_op=True)
-        else:
-            bucket.pending = primitives.all_reduce(bucket.grads, self.group, async_op=True)
+        self._reduction.start(microbatches, look)
 
     def finish_reduction(self) -> None:
         """Wait until every bucket's sum over dp×cp is here."""
-        for bucket in self.buckets:
-            if not bucket.launched:
-                self._launch(bucket)
-        for bucket in self.buckets:
-            if bucket.pending is not None:
-                bucket.pending.wait()
-            bucket.pending = None
-        self.reducing = False
+        self._reduction.finish()
+
+    # --- weights ------------------------------------------------------------------------------------------------
 
     def gather_weights(self) -> None:
-        """ZeRO: collect the shards that the other ranks have updated."""
-        if self.sharded:
-            flying = [primitives.all_gather(b.weights[b.shard], self.group, out=b.weights, async_op=True)
+        """ZeRO 1 and 2: collect the shards that the other ranks have updated; ZeRO 3 does when it reads them."""
+        if self.zero_stage in (1, 2):
+            flying = [primitives.all_gather(b.weight_shard, self.group, out=b.weights, async_op=True)
                       for b in self.buckets]
             for pending in flying:
                 pending.wait()
+
+    @contextmanager
+    def whole(self, bucket: Bucket) -> Iterator[None]:
+        """Inside, the bucket's parameters can be read. Every rank of the group enters it together."""
+        if self._gathering is None:
+            yield
+            return
+        with self._gathering.whole([bucket]):
+            yield
+
+    @torch.no_grad()
+    def fill(self, write: Callable[[nn.Parameter], object]) -> None:
+        """Let `write` set every parameter, bucket by bucket: under ZeRO 3 no rank holds more than one beside its share.
+
+        Nothing is sent, so `write` must give the same values on every rank of the group.
+        """
+        for bucket in self.buckets:
+            if self._gathering is not None:
+                self._gathering.allocate(bucket)
+                bucket.weights.zero_()
+            for param in bucket.params:
+                write(param)
+            if self._gathering is not None:
+                bucket.weight_shard.copy_(bucket.weights[bucket.shard])
+                bucket.weights.untyped_storage().resize_(0)
+
+
+@torch.no_grad()
+def _move(param: nn.Parameter, view: Tensor) -> None:
+    """Make a parameter a view of a bucket, with its values if it has any; its object and its attributes stay."""
+    if not param.is_meta:
+        view.copy_(param)
+        param.data = view
+        return
+    placed = nn.Parameter(view.data)    # `.data`: with a version counter of its own, see `Gathering`
+    placed.__dict__.update(param.__dict__)
+    torch.utils.swap_tensors(param, placed)     # `.data` refuses another device
 
 
 def sync_replicated(buckets: Iterable[Bucket], groups: dict[str, Group]) -> None:
@@ -183,10 +161,9 @@ def sync_replicated(buckets: Iterable[Bucket], groups: dict[str, Group]) -> None
     """
     wanted: dict[str, list[Tensor]] = {}
     for bucket in buckets:
-        shard = bucket.grads[bucket.shard]
         for _, piece, a, b in bucket.shard_ranges():
             if piece.reduce is not None:
-                wanted.setdefault(piece.reduce, []).append(shard[a:b])
+                wanted.setdefault(piece.reduce, []).append(bucket.grad_shard[a:b])
     for name in sorted(wanted):
         group, parts = groups[name], wanted[name]
         if group.size == 1:
@@ -200,11 +177,10 @@ def squared_norm(buckets: Iterable[Bucket]) -> Tensor:
     """This rank's share of the squared gradient norm, 0-D float64: counted pieces of its shards only."""
     total: Tensor | None = None
     for bucket in buckets:
-        shard = bucket.grads[bucket.shard]
         for a, b in _merged(bucket):
-            part = torch.linalg.vector_norm(shard[a:b]).double().square()
+            part = torch.linalg.vector_norm(bucket.grad_shard[a:b]).double().square()
             total = part if total is None else total + part
-        total = torch.zeros((), dtype=torch.float64, device=shard.device) if total is None else total
+        total = torch.zeros((), dtype=torch.float64, device=bucket.grad_shard.device) if total is None else total
     assert total is not None
     return total
 

@@ -1,0 +1,63 @@
+"""Bytes of a rank's weights, gradients, masters and moments under each stage of ZeRO."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """What one rank keeps between steps."""
+
+    weights: int
+    gradients: int
+    masters: int
+    moments: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.weights + self.gradients + self.masters + self.moments
+
+
+def state_bytes(elements: int, *, zero_stage: int, shares: int, element: int, moments: int = 2) -> StateBytes:
+    """What a rank keeps of `elements` weights that `shares` ranks have alike, the sum of its padded buckets.
+
+    With Ψ weights in 16 bits and AdamW, N ranks, the published bytes are 2Ψ weights, 2Ψ gradients and 12Ψ masters and
+    moments, 16Ψ: 4Ψ + 12Ψ/N with ZeRO 1, 2Ψ + 14Ψ/N with ZeRO 2, 16Ψ/N with ZeRO 3 (Rajbhandari et al. 2020, figure 1).
+    Gradients here are fp32, since they are sums over micro-batches, which adds 2 bytes wherever they lie: 18Ψ;
+    6Ψ + 12Ψ/N; 2Ψ + 16Ψ/N; 18Ψ/N. fp32 and fp64 weights are their own masters: 16Ψ and 32Ψ without ZeRO.
+
+    Args:
+        zero_stage: 0 to 3; shares of one rank are the whole.
+        shares: N, ranks that share one copy (`parallel.zero_size`).
+        element: bytes of a weight.
+        moments: flat copies that the optimizer keeps beside the masters: 2 for AdamW, 0 for SGD.
+    """
+    wide = max(4, element)
+
+    def kept(first: int) -> int:
+        """Elements that a rank keeps of what is shared from stage `first` on."""
+        return elements // shares if zero_stage >= first else elements
+
+    return StateBytes(weights=kept(3) * element, gradients=kept(2) * wide,
+                      masters=kept(1) * wide if element < wide else 0, moments=kept(1) * wide * moments)
+
+
+def transient_bytes(unit: int, *, zero_stage: int, shares: int, element: int, in_flight: int = 2) -> int:
+    """What ZeRO 2 and 3 make whole for a while within a step, at most, beside what is kept.
+
+    Gradients of what fills, of `in_flight` sums that are under way, and their shares that arrive; under ZeRO 3 also the
+    weights of the unit that computes and of the one that is gathered. A tied embedding on one rank adds its matrix,
+    whose gradient is whole from the head's backward to the look-up's; schedules that put weight gradients off add what
+    waits.
+
+    Args:
+        unit: elements of the largest block, embedding or head; under ZeRO 2 of the largest bucket and all vectors.
+        zero_stage, shares, element: as above.
+        in_flight: reductions under way.
+    """
+    if zero_stage < 2:
+        return 0
+    gradients = (1 + in_flight) * unit + in_flight * (unit // shares)
+    return gradients * max(4, element) + (2 * unit * element if zero_stage == 3 else 0)
