@@ -8,10 +8,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import torch
 
+from megafour.trainer import watch
 from megafour.trainer.watch import Place, summary
+from tests import training
 from tests.training import settings, write_corpus
 
 ROOT = Path(__file__).parent.parent
@@ -113,3 +117,28 @@ def test_torchrun_leaves_nobody_behind(tmp_path):
     assert [line for line in errors.splitlines() if line.startswith("rank 0 (tp0): ") and "did not complete" in line]
     assert f"no answer from rank 1 (tp1), pid {ranks[1]} on " in errors
     assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
+
+
+def ended(rank: int, world: int, values: dict) -> tuple[int, int, list]:
+    """Train; (exit code, collectives that torch's recorder knows, those that it believes to be under way)."""
+    close, seen = watch.HangWatch.close, []
+
+    def closing(self):
+        known = json.loads(torch._C._distributed_c10d._dump_fr_trace_json(True, False)).get("entries", [])
+        seen.append((len(known), watch._in_flight()))
+        close(self)
+
+    with mock.patch.object(watch.HangWatch, "close", closing):
+        return training.train(rank, world, values), *seen[0]
+
+
+@pytest.mark.parametrize(("parallel", "world"), [
+    ({"dp": 2, "pp": 2, "tp": 2, "zero_stage": 1}, 8), ({"dp": 2, "cp": 2, "context": {"method": "ulysses"}}, 4)])
+def test_a_collective_that_has_ended_is_not_taken_for_one_that_hangs(pool, tmp_path, parallel, world):
+    write_corpus(tmp_path / "corpus")
+    values = settings(
+        tmp_path, parallel, train={"steps": 4}, eval={"every": 2, "batches": 2},
+        data={"valid": {"held": [{"path": str(tmp_path / "corpus")}]}},
+        checkpoint={"every": 2, "asynchronous": True}, logging={"parameter_norms": 2, "slow_ranks": 2})
+    for code, known, under_way in pool.run(ended, world, values):
+        assert (code, under_way) == (0, []) and known > 100

@@ -109,7 +109,7 @@ sys.exit(code)
 
 
 @pytest.mark.parametrize(("save", "patience", "asynchronous", "state"), [
-    (4, 30, False, "preempted"), (20, 2, True, "running"),
+    (4, 30, True, "preempted"), (20, 2, True, "running"),
     pytest.param(45, 55, False, "preempted", marks=pytest.mark.full),
     pytest.param(45, 55, True, "preempted", marks=pytest.mark.full)])
 def test_sigterm_to_the_agent_while_a_save_takes_long(tmp_path, save, patience, asynchronous, state):
@@ -131,9 +131,8 @@ def test_sigterm_to_the_agent_while_a_save_takes_long(tmp_path, save, patience, 
             time.sleep(0.05)
         ranks = [int(pid) for pid in Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()]
         job.terminate()
-        asked = time.monotonic()
+        asked = time.time()
         job.wait(timeout=120)
-        seconds = time.monotonic() - asked
     finally:
         job.kill()
     assert len(ranks) == 2 and not any(Path(f"/proc/{pid}").exists() for pid in ranks)
@@ -141,9 +140,9 @@ def test_sigterm_to_the_agent_while_a_save_takes_long(tmp_path, save, patience, 
     assert status["state"] == state
     steps = store.list_steps(saved)
     if state == "preempted":
-        assert steps[-1] == status["step"] == max(losses(tmp_path)) and steps[-1] >= 4 and seconds < patience
+        assert steps == [2, 4] and status["step"] == 4 and status["time"] - asked < patience
     else:
-        assert steps == [2] and seconds < patience + 15
+        assert steps == [2] and time.time() - asked < patience + 15
 
 
 RAISES = """

@@ -25,6 +25,8 @@ ALIASES: tuple[Alias, ...] = (
     _row("run.dir", "", "job.dump_folder", "output_dir", "", "checkpoints, logs and metrics live inside it"),
     _row("run.seed", "--seed", "training.seed debug.seed", "data_seed", "general.seed"),
     _row("run.device", "", "", "use_cpu no_cuda", ""),
+    _row("run.timeout_seconds", "--distributed-timeout-minutes", "comm.train_timeout_seconds", "ddp_timeout", "",
+         "seconds; the start and the first step have 30 minutes"),
     _row("model.preset", "", "model.flavor", "model_name_or_path config_name model_type", ""),
     _row("model.num_layers", "--num-layers", "model.n_layers", "num_hidden_layers n_layer", "num_hidden_layers"),
     _row("model.hidden_size", "--hidden-size", "model.dim d_model", "hidden_size n_embd", "hidden_size"),

@@ -155,9 +155,20 @@ class Run:
             if self.flags > 0:
                 outcome = "preempted"
                 break
-        self.save()
+        if outcome == "finished" or not self._saving():
+            self.save()
         self.saver.wait()
         return outcome
+
+    def _saving(self) -> bool:
+        """Whether a save in the background is under way on any rank.
+
+        A run that is asked to stop ends with that one: to wait for it and then for another would take twice as long,
+        which the one who asks may not grant, and it is younger than a save is long.
+        """
+        mine = torch.tensor(float(self.saver.under_way), dtype=torch.float64, device=self.state.mesh.device)
+        return self.config.checkpoint.asynchronous and bool(on_host(control_sum(mine, self.state.mesh, "world"),
+                                                                    self.state.mesh))
 
     def _flag(self) -> float:
         """What this rank adds to the sum over ranks: 1 when it was asked to stop, more than all those when a save of

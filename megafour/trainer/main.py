@@ -142,7 +142,7 @@ def train_on(mesh: Mesh, config: Config, launch: Launch, tokenizer: Tokenizer | 
     watch: HangWatch | None = None
 
     def hung(reason: str) -> None:
-        folder.fail(mesh.waits.step - 1 if mesh.waits.step else 0, reason)
+        folder.fail(training.progress.step if training else 0, reason)
         log.alarm(reason)
 
     try:
@@ -153,9 +153,9 @@ def train_on(mesh: Mesh, config: Config, launch: Launch, tokenizer: Tokenizer | 
                            log=log, stop_asked=stop.asked, peak_tflops=peak_tflops(config, device), watch=watch)
             outcome = _start_and_train(training, folder, allowed)
             reason = (stop.reason or "a signal on another rank") if outcome == "preempted" else None
-            folder.status(outcome, training.progress.step, reason)
+            folder.status(outcome, training.saved_step, reason)
             log.say(f"{outcome} after step {training.progress.step}{f' by {reason}' if reason else ''}, saved in "
-                    f"{checkpoints.step_path(folder.checkpoints, training.progress.step)}")
+                    f"{checkpoints.step_path(folder.checkpoints, training.saved_step)}")
     except (CheckpointError, ConfigError, DataError, TrainingError) as error:
         first = folder.fail(training.progress.step if training else 0, str(error))
         log.note(f"error: {error}")

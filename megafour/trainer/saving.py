@@ -51,6 +51,11 @@ class Saver:
         """Whether this rank knows of a save in the background that has failed."""
         return self._background is not None and self._background.failed
 
+    @property
+    def under_way(self) -> bool:
+        """Whether a save in the background has not ended on this rank."""
+        return self._background is not None and self._background.step is not None and not self._background.done
+
     def look(self) -> None:
         """Say that a save in the background has ended, if one has; never waits and raises nothing."""
         if self._background is not None and self._background.done and not self._background.failed:

@@ -14,10 +14,11 @@ from megafour.trainer.step import control_sum, on_host
 SHARE = 0.2
 """How far above the median of its stage a rank's compute is worth a line."""
 ALONE = 1.0
-ALONE = 1.0
 """The same, above the median of all, for a rank that is a stage by itself: stages differ by what they hold."""
 LEAST = 0.01
 """Seconds a step below which a difference is a busy machine's noise."""
+ON_DEVICE = 10
+"""Steps over which the time is taken on GPUs: two events for each collective are not free."""
 
 
 @dataclass
@@ -29,17 +30,24 @@ class SlowRanks:
     """Steps over which the time is taken, and between two looks at everyone's; 0: never."""
     seconds: float = 0.0
     steps: int = 0
+    """How many steps these are, and, in `passed`, how many there were since the last look."""
+    passed: int = 0
     names: list[tuple[str, int]] = field(default_factory=list)
     """Every rank in words, and its pipeline rank."""
 
     def __post_init__(self) -> None:
         if self.mesh.world == 1:
             self.every = 0
-        self.mesh.waits.on_device = self.every > 0 and self.mesh.device.type == "cuda"
+
+    @property
+    def _measured(self) -> bool:
+        """Whether this step counts: on GPUs, where events on the stream take the time, only the last few do."""
+        return self.every > 0 and (self.mesh.device.type == "cpu" or self.passed >= self.every - ON_DEVICE)
 
     def begin(self) -> None:
         """A step begins."""
-        if self.every:
+        if self._measured:
+            self.mesh.waits.on_device = self.mesh.device.type != "cpu"
             self.mesh.waits.take()
 
     def end(self, seconds: float) -> list[str]:
@@ -48,15 +56,16 @@ class SlowRanks:
         Returns:
             a line for each slow rank, when it is time to look; the same on every rank.
         """
-        if not self.every:
+        if self._measured:
+            self.seconds += seconds - self.mesh.waits.take()
+            self.steps += 1
+        self.passed += 1
+        if not self.every or self.passed < self.every:
             return []
-        self.seconds += seconds - self.mesh.waits.take()
-        self.steps += 1
-        if self.steps < self.every:
-            return []
+        self.mesh.waits.on_device = False
         found = torch.zeros(self.mesh.world, dtype=torch.float64, device=self.mesh.device)
         found[self.mesh.rank] = self.seconds / self.steps
-        self.seconds, steps, self.steps = 0.0, self.steps, 0
+        self.seconds, steps, self.steps, self.passed = 0.0, self.steps, 0, 0
         if not self.names:
             every: list[tuple[str, int]] = [("", 0)] * self.mesh.world
             dist.all_gather_object(every, (self.mesh.describe(), self.mesh.coords["pp"]))
