@@ -237,20 +237,17 @@ class Mesh:
         grid = torch.arange(world).view([sizes[a] for a in slow_first])
         coords = dict(zip(slow_first, (grid == here).nonzero()[0].tolist(), strict=True))
         groups, device_mesh, known = _make_groups(grid, slow_first, here, device, ledger, imagined)
-        rings = _slices(grid, slow_first, ("ring",))
-        inner = [ring[i:i + inner_ring] for ring in rings for i in range(0, len(ring), inner_ring)]
-        outer = [ring[i::inner_ring] for ring in rings for i in range(inner_ring)]
-        groups["ring_inner"] = _new_group("ring_inner", inner, here, ledger, known)
-        groups["ring_outer"] = _new_group("ring_outer", outer, here, ledger, known)
+        cut: dict[tuple[str, str], tuple[tuple[str, ...], int | None]] = {
+            ("ring_inner", "ring_outer"): (("ring",), inner_ring), ("shard", "replicas"): (DERIVED["dp_cp"], zero_size)}
+        for names, (dims, size) in cut.items():
+            for name, ranks in zip(names, _cut(_slices(grid, slow_first, dims), size), strict=True):
+                groups[name] = _new_group(name, ranks, here, ledger, known)
+        for name in ("shard", "replicas"):
+            if groups[name].ranks == groups["dp_cp"].ranks:     # then it is counted under that name
+                groups[name] = groups["dp_cp"]
         for name in ("ring", "ring_inner", "ring_outer"):
             if groups[name].pg is not None and device.type == "cpu":
                 groups[name] = replace(groups[name], poster=ThreadPoolExecutor(1, f"{name}-poster"))
-        sharers = _slices(grid, slow_first, DERIVED["dp_cp"])
-        size = zero_size or dp * cp
-        for name, cut in (("shard", [r[i:i + size] for r in sharers for i in range(0, len(r), size)]),
-                          ("replicas", [r[i::size] for r in sharers for i in range(size)])):
-            whole = len(cut) == len(sharers)     # then it is dp×cp itself, and counted under that name
-            groups[name] = groups["dp_cp"] if whole else _new_group(name, cut, here, ledger, known)
         waits = Waits()
         groups = {name: replace(group, waits=waits) for name, group in groups.items()}
         return cls(sizes, coords, here, device, groups, ledger, device_mesh, waits)
@@ -314,6 +311,13 @@ def _channels(pp: Group) -> dict[str, Group]:
                 group = dist.new_group(list(ranks), use_local_synchronization=True, group_desc=name)
                 found[name] = Group("pp", ranks, ranks.index(pp.ranks[pp.rank]), group, pp.ledger)
     return found
+
+
+def _cut(slices: list[tuple[int, ...]], size: int | None) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+    """(`size` neighbours of each slice, the strides of it across them); None: the whole slice, and single ranks."""
+    size = size or len(slices[0])
+    return ([ranks[i:i + size] for ranks in slices for i in range(0, len(ranks), size)],
+            [ranks[i::size] for ranks in slices for i in range(size)])
 
 
 def _slices(grid: torch.Tensor, dims: tuple[str, ...], axes: Iterable[str]) -> list[tuple[int, ...]]:
