@@ -299,16 +299,18 @@ def _make_groups(grid: torch.Tensor, dims: tuple[str, ...], rank: int, device: t
 def _channels(pp: Group) -> dict[str, Group]:
     """A group of two for each direction between neighbours on the ring of pipeline ranks.
 
-    Each rank makes its groups in the order of the ring, so that two ranks meet in the same order.
+    In turns, in each of which a rank is in one pair, or in a group of its own: see `_new_group`.
     """
-    found = {}
-    for first in range(pp.size if pp.size > 1 else 0):
-        second = (first + 1) % pp.size
-        for source, target in ((first, second), (second, first)):
+    found, size = {}, pp.size
+    links = [(first, (first + 1) % size) for first in range(size if size > 2 else size - 1)]
+    even = size - size % 2      # the last link of an odd ring has a rank in each of the two turns before it
+    for turn in (links[:even:2], links[1:even:2], links[even:]):
+        pair = next((link for link in turn if pp.rank in link), (pp.rank, pp.rank))
+        for source, target in (pair, pair[::-1]) if turn else ():
+            ranks = tuple(sorted({pp.ranks[source], pp.ranks[target]}))
             name = f"pp:{source}>{target}"
-            if pp.rank in (source, target) and name not in found:
-                ranks = tuple(sorted((pp.ranks[source], pp.ranks[target])))
-                group = dist.new_group(list(ranks), use_local_synchronization=True, group_desc=name)
+            group = dist.new_group(list(ranks), use_local_synchronization=True, group_desc=name)
+            if source != target:
                 found[name] = Group("pp", ranks, ranks.index(pp.ranks[pp.rank]), group, pp.ledger)
     return found
 
@@ -332,11 +334,18 @@ def _slices(grid: torch.Tensor, dims: tuple[str, ...], axes: Iterable[str]) -> l
 
 def _new_group(name: str, candidates: list[tuple[int, ...]], rank: int, ledger: Ledger | None,
                known: Known) -> Group:
-    """The one of `candidates` that holds `rank`, over a new process group unless the same ranks have one already."""
-    ranks = next((c for c in candidates if rank in c), None)
-    if ranks is None or len(ranks) == 1:
-        return Group(name, ranks=(rank,), rank=0, ledger=ledger)
-    if ranks not in known and not isinstance(known, defaultdict):
+    """The one of `candidates` that holds `rank`, over a new process group unless the same ranks have one already.
+
+    A rank in none of them makes a group of its own, for torch's name of a group holds the number of groups that its
+    maker had, and its members would wait for each other under different names.
+    """
+    imagined = isinstance(known, defaultdict)
+    ranks = next((c for c in candidates if rank in c), (rank,))
+    if len(ranks) == 1:
+        if ranks not in candidates and not imagined:
+            dist.new_group([rank], use_local_synchronization=True, group_desc=name)
+        return Group(name, ranks=ranks, rank=0, ledger=ledger)
+    if ranks not in known and not imagined:
         # Only members call, so ranks outside need not know of the group and nobody waits for the whole world.
         known[ranks] = dist.new_group(list(ranks), use_local_synchronization=True, group_desc=name)
     return Group(name, ranks, ranks.index(rank), known[ranks], ledger)

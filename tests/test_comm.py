@@ -101,3 +101,27 @@ def test_a_group_of_one_moves_nothing() -> None:
     group = solo("tp")
     assert primitives.all_reduce(x, group) is x and primitives.all_gather(x, group) is x
     assert primitives.reduce_scatter(x, group, async_op=True).wait() is x and regions.copy_to(x, group) is x
+
+
+def through_channels(rank: int, world: int) -> list[float]:
+    """What came from the neighbours before and behind, where each direction has a group of its own as on GPUs."""
+    from megafour import mesh as grid
+
+    pp = Mesh.build(pp=world).group("pp")
+    found, heard = grid._channels(pp), []
+    for step in (1, -1):
+        target, source = (rank + step) % world, (rank - step) % world
+        there, here = found[f"pp:{rank}>{target}"], found[f"pp:{source}>{rank}"]
+        x, got = torch.full((1,), float(rank)), torch.empty(1)
+        came = primitives.send_recv([], [(got, here.ranks.index(source))], here)
+        primitives.send_recv([(x, there.ranks.index(target))], [], there).wait()
+        came.wait()
+        heard.append(float(got))
+    return heard
+
+
+@pytest.mark.parametrize("world", [2, 3, 4, 5])
+def test_each_direction_between_stages_has_a_group_that_both_ends_find(pool, world: int) -> None:
+    """torch names a group by how many its maker has: unequal numbers would let the two ends wait for ever."""
+    assert pool.run(through_channels, world, timeout=60) == [
+        [(rank - 1) % world, (rank + 1) % world] for rank in range(world)]
