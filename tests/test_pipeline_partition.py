@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from megafour.config.load import config_from
 from megafour.parallel.pipeline.actions import Placement
 from megafour.parallel.pipeline.balance import Loads, _alike, _Costs, balance
-from megafour.parallel.pipeline.partition import explicit, partition_layers
+from megafour.parallel.pipeline.partition import explicit, loads, partition_layers
 from megafour.parallel.pipeline.select import pipeline_of
 
 LLAMA = {"model.num_layers": 8, "model.hidden_size": 512, "model.num_attention_heads": 8,
@@ -49,6 +49,16 @@ def test_memory_decides_where_compute_does_not():
     assert counts(4, train__micro_batch_size=16, train__global_batch_size=256) == [1, 2, 4, 1]
     # A small head that still is more than nothing: not on the last, and of the others the last keeps fewest.
     assert counts(4, model__num_layers=9, model__vocab_size=64) == [2, 2, 3, 2]
+
+
+@pytest.mark.parametrize(("changes", "bytes_a_weight"), [
+    ({"train.precision": "bf16"}, 18), ({"train.precision": "bf16", "optimizer.name": "sgd"}, 10),
+    ({"train.precision": "bf16", "parallel.dp": 8, "parallel.zero_stage": 3}, 18 / 8),
+    ({"train.precision": "bf16", "parallel.dp": 8, "parallel.zero_stage": 3, "parallel.zero_size": 2}, 18 / 2),
+    ({"train.precision": "fp32", "optimizer.name": "sgd"}, 8)])
+def test_what_a_weight_takes(changes, bytes_a_weight):
+    config = config_from({}).replace({**LLAMA, "parallel.pp": 2, **changes})
+    assert loads(config, pipeline_of(config), 32000).first_memory == 32000 * 512 * bytes_a_weight
 
 
 def test_a_rank_is_balanced_over_its_stages():

@@ -3,6 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
+
+
+def sharing(parallel: Any) -> tuple[int, int]:
+    """(stage of ZeRO that has an effect, ranks that share one copy) of a resolved `parallel`; (0, 1): none."""
+    shares = (parallel.zero_size or int(parallel.dp) * parallel.cp) if parallel.zero_stage else 1
+    return (int(parallel.zero_stage), shares) if shares > 1 else (0, 1)
 
 
 @dataclass(frozen=True)

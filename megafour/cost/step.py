@@ -8,6 +8,7 @@ from fractions import Fraction
 from typing import Any
 
 from megafour.cost import traffic
+from megafour.cost.memory import sharing
 from megafour.cost.parameters import Bucket, Part, buckets, parameters
 from megafour.cost.traffic import Heads, Traffic, collective, total
 
@@ -93,13 +94,12 @@ class StepTraffic:
     @property
     def shares(self) -> int:
         """Into how many shares ZeRO cuts what it shards."""
-        parallel = self.config.parallel
-        return (parallel.zero_size or self.sharers) if parallel.zero_stage else 1
+        return sharing(self.config.parallel)[1]
 
     @property
     def zero_stage(self) -> int:
-        """The stage that has an effect: none where nothing is cut."""
-        return int(self.config.parallel.zero_stage) if self.shares > 1 else 0
+        """The stage of ZeRO that has an effect: none where nothing is cut."""
+        return sharing(self.config.parallel)[0]
 
     def block(self, layer: int, reach: Reach | None = None, micro_batch: int = 0) -> Traffic:
         """One transformer block, forward and backward, of one micro-batch."""

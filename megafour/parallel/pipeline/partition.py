@@ -7,6 +7,7 @@ from itertools import accumulate
 from typing import Any
 
 from megafour.cost.flops import Flops, model_flops
+from megafour.cost.memory import sharing, state_bytes
 from megafour.cost.parameters import Part, parameters
 from megafour.cost.step import ELEMENT
 from megafour.parallel.pipeline.balance import Loads, balance
@@ -59,8 +60,13 @@ def loads(config: Any, pipeline: Pipeline, vocab_size: int) -> Loads:
     first, last = Part(0, True, False), Part(0, False, True)
     ends = pipeline.placement.rank_of[0] == pipeline.placement.rank_of[-1]
 
+    moments = 2 if config.optimizer.name == "adamw" else 0
+    zero_stage, shares = sharing(config.parallel)
+
     def held(*parts: Part) -> int:
-        return sum(p.numel for p in parameters(config, parts, 0, vocab_size)) * bytes_per_parameter(config)
+        elements = sum(p.numel for p in parameters(config, parts, 0, vocab_size))
+        return state_bytes(elements, zero_stage=zero_stage, shares=shares, element=ELEMENT[config.train.precision],
+                           moments=moments).total
 
     saved, layer = saved_bytes(config), held(Part(1, False, False))
     live = peak_live(pipeline.table(max(1, min(2 * pipeline.placement.ranks, micro_batches(config)))))
@@ -74,16 +80,6 @@ def layer_costs(flops: Flops, recompute: str = "none") -> list[int]:
     """FLOPs a token that each layer really costs: its own, and a third of what the backward computes again."""
     again = {"none": [0] * flops.num_layers, "selective": flops.attention, "full": flops.layers}[recompute]
     return [own + more // 3 for own, more in zip(flops.layers, again, strict=True)]
-
-
-def bytes_per_parameter(config: Any) -> int:
-    """A weight with its gradient, the optimizer's moments and, under 16-bit weights, its master; shared by ZeRO."""
-    element = ELEMENT[config.train.precision]
-    wide = max(4, element)
-    states = (2 if config.optimizer.name == "adamw" else 1) + (element < wide)
-    sharers, zero = int(config.parallel.dp) * config.parallel.cp, config.parallel.zero_stage
-    shared = [n // (sharers if zero >= stage else 1) for stage, n in ((3, element), (2, wide), (1, states * wide))]
-    return max(1, sum(shared))
 
 
 def saved_bytes(config: Any) -> int:
