@@ -25,7 +25,7 @@ def refusal(tmp_path, text, *overrides):
     return message
 
 
-# Case D1: a scalar has the type of its key, not the one that YAML 1.1 guesses.
+# A scalar has the type of its key, not the one that YAML 1.1 guesses.
 @pytest.mark.parametrize(("text", "key", "value"), [
     ("optimizer: {lr: 1e-4}", "optimizer.lr", 0.0001),
     ("optimizer: {lr: 1.0e-4}", "optimizer.lr", 0.0001),

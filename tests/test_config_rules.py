@@ -18,7 +18,7 @@ def resolved(world, *overrides):
 
 
 @pytest.mark.parametrize(("world", "overrides", "words"), [
-    # Case D3: sizes that do not divide
+    # Sizes that do not divide
     (6, ["parallel.tp=4"], ["world", "6 ranks", "parallel.tp 4", "= 4"]),
     (8, ["parallel.dp=2", "parallel.tp=2"], ["8 ranks", "parallel.dp 2", "= 4", "parallel.dp=auto"]),
     (4, ["train.global_batch_size=6"], ["train.global_batch_size 6", "parallel.dp 4", "= 4", "4 or 8"]),

@@ -1,4 +1,4 @@
-"""Layouts, document positions (cases A8 and A10) and the merge of partial attentions."""
+"""Layouts, document positions and the merge of partial attentions."""
 
 import math
 

@@ -30,7 +30,7 @@ def test_round_trip_and_layout(tmp_path):
     assert (tmp_path / "a.bin").read_bytes() == struct.pack("<9H", *sum(DOCUMENTS, []))
 
 
-def test_ids_over_16_bits_are_stored_whole_or_refused(tmp_path):  # case C3
+def test_ids_over_16_bits_are_stored_whole_or_refused(tmp_path):
     wide = [65535, 65536, 70000]
     with pytest.raises(DataError, match="65536.*vocabulary of 65536"):
         write(tmp_path / "a", [wide], 65_536)

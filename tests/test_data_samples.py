@@ -110,7 +110,7 @@ def test_an_epoch_is_every_sample_once_and_epochs_differ(tmp_path):
     assert [int(other.sample(i)[0]) for i in range(25)] != orders[0]
 
 
-def test_order_after_resume(tmp_path):  # case B10
+def test_order_after_resume(tmp_path):
     dataset = GlobalDataset(
         [Source(corpus(tmp_path / "a", [81]), 4, seed=7)], seed=7
     )  # 20 samples, 3 epochs of 5 steps
@@ -137,7 +137,7 @@ def test_resume_with_another_batch_size_sees_each_sample_once(tmp_path):
     assert sorted(sum(first_tokens(steps), [])) == list(range(0, 80, 4))
 
 
-def test_empty_documents(tmp_path):  # case C5
+def test_empty_documents(tmp_path):
     gaps = Source(corpus(tmp_path / "a", [5, 0, 0, 3, 0]), 4, seed=7)
     plain = Source(corpus(tmp_path / "b", [5, 3]), 4, seed=7)
     assert gaps.num_samples == plain.num_samples == 1
@@ -151,7 +151,7 @@ def test_empty_documents(tmp_path):  # case C5
         Source(corpus(tmp_path / "d", [4]), 4, seed=7)
 
 
-def test_fewer_samples_than_a_batch_wrap_into_the_next_epoch(tmp_path):  # case C7
+def test_fewer_samples_than_a_batch_wrap_into_the_next_epoch(tmp_path):
     corpus(tmp_path / "a", [13])  # 3 samples
     seen = []
     for rank in range(2):
@@ -164,7 +164,7 @@ def test_fewer_samples_than_a_batch_wrap_into_the_next_epoch(tmp_path):  # case 
     assert sorted(int(dataset.sample(i)[0]) for i in range(3)) == [0, 4, 8]
 
 
-def test_a_validation_set_smaller_than_a_batch_counts_every_token_once(tmp_path):  # case C7
+def test_a_validation_set_smaller_than_a_batch_counts_every_token_once(tmp_path):
     corpus(tmp_path / "a", [41])
     corpus(tmp_path / "v", [7, 4])  # 11 tokens, 10 predictions: 2 whole samples and one of 2
     for dp in (1, 2, 4):
@@ -180,7 +180,7 @@ def test_a_validation_set_smaller_than_a_batch_counts_every_token_once(tmp_path)
         assert sorted(labels) == list(range(1, 11))
 
 
-def test_no_cache_so_nothing_to_race_for(tmp_path):  # case C1
+def test_no_cache_so_nothing_to_race_for(tmp_path):
     folder = tmp_path / "data"
     corpus(folder / "a", [500] * 20)
     before = sorted(folder.iterdir())
@@ -251,7 +251,7 @@ def zigzag(seq, cp, rank):
 
 
 @pytest.mark.parametrize("cp", [1, 2, 4])
-def test_labels_are_shifted_before_the_sequence_is_split(cp):  # case A8
+def test_labels_are_shifted_before_the_sequence_is_split(cp):
     rows = np.arange(100, 117)[None]
     whole = {}
     for rank in range(cp):
@@ -264,7 +264,7 @@ def test_labels_are_shifted_before_the_sequence_is_split(cp):  # case A8
     assert whole == {p: (100 + p, 101 + p) for p in range(16)}
 
 
-def test_positions_restart_in_each_document(tmp_path):  # case A10
+def test_positions_restart_in_each_document(tmp_path):
     rows, ids = np.arange(9)[None], np.array([[0, 0, 0, 0, 0, 1, 1, 1, 1]])
     parts = [collate(rows, torch.arange(1), zigzag(8, 2, rank), document_ids=ids) for rank in range(2)]
     assert [part.tokens[0].tolist() for part in parts] == [[0, 1, 6, 7], [2, 3, 4, 5]]

@@ -35,7 +35,7 @@ def drill(folder: Path, parallel: dict, world: int, kills: int, steps: int, asyn
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_run_that_is_killed_at_random_loses_nothing(tmp_path, asynchronous):
-    """B1: the losses of every run, killed and resumed, equal the untouched run's bit for bit."""
+    """The losses of every run, killed and resumed, equal the untouched run's bit for bit."""
     found = drill(tmp_path, {"pp": 2}, 2, 3, 12, asynchronous)
     assert found["kills"] == 3 and found["different"] == 0 and found["longest_end"] < 60
 
@@ -48,7 +48,7 @@ def test_a_run_that_is_killed_twenty_times_loses_nothing(tmp_path, asynchronous)
 
 
 def test_a_truncated_newest_checkpoint_is_replaced_by_the_one_before(pool, tmp_path):
-    """B1: on all ranks alike, on another mesh too; the losses go on as if nothing had happened."""
+    """On all ranks alike, on another mesh too; the losses go on as if nothing had happened."""
     write_corpus(tmp_path / "corpus")
     whole = settings(tmp_path, {"dp": 1}, run={"dir": str(tmp_path / "whole" / "run")})
     assert pool.run(training.train, 1, whole) == [0]
@@ -84,7 +84,7 @@ def test_a_damaged_checkpoint_is_skipped_unless_it_was_asked_for_by_name(tmp_pat
 @pytest.mark.parametrize(("layers", "words"), [
     (5, "missing in the checkpoint"), (3, "unknown to this model")])
 def test_a_run_refuses_a_checkpoint_with_a_layer_more_or_less(pool, tmp_path, layers, words):
-    """B11: by name and on every rank, before a step, even when the change of the config was allowed."""
+    """By name and on every rank, before a step, even when the change of the config was allowed."""
     write_corpus(tmp_path / "corpus")
     assert pool.run(training.train, 2, settings(tmp_path, {"tp": 2}, train={"steps": 2})) == [0, 0]
     values = settings(tmp_path, {"tp": 2}, train={"steps": 4}, model={"num_layers": layers})

@@ -171,7 +171,7 @@ sys.exit(code)
     ("megafour.trainer.saving.Saver", "save"),
     ("megafour.trainer.loop", "evaluate_batch")])
 def test_an_error_of_one_rank_ends_the_job_and_is_shown(tmp_path, owner, name):
-    """E1: in the forward pass, a data worker, a save, an evaluation; the original error, its rank, not zero, soon."""
+    """In the forward pass, a data worker, a save, an evaluation; the original error, its rank, not zero, soon."""
     write_corpus(tmp_path / "corpus")
     values = settings(tmp_path, {"pp": 2}, checkpoint={"every": 1}, eval={"every": 1},
                       data={"valid": {"held": [{"path": str(tmp_path / "corpus")}]}, "workers": 1})

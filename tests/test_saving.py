@@ -67,7 +67,7 @@ def test_a_snapshot_is_of_its_step_whatever_comes_after(pool, tmp_path, parallel
 
 @pytest.mark.parametrize(("every", "full_at", "kept"), [(0, 1, []), (2, 2, [2])])
 def test_a_background_save_that_fails_ends_the_run_on_every_rank(pool, tmp_path, every, full_at, kept):
-    """B4: for the only (last) save, and for one in the middle; the older one stays."""
+    """For the only (last) save, and for one in the middle; the older one stays."""
     write_corpus(tmp_path / "corpus")
     values = settings(tmp_path, {"dp": 2}, train={"steps": 40 if every else 3},
                       checkpoint={"every": every, "asynchronous": True})

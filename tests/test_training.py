@@ -55,7 +55,7 @@ def test_resumes_on_another_mesh(pool, folder, uninterrupted, first, second) -> 
 
 @pytest.mark.parametrize("died", [4, 5, 6, 10])
 def test_resumes_within_and_at_the_end_of_an_epoch(pool, tmp_path, died) -> None:
-    """B10, in a whole run with threads that read ahead: an epoch is five steps, and each has an order of its own."""
+    """In a whole run with threads that read ahead: an epoch is five steps, and each has an order of its own."""
     seen = []
     for name in ("whole", "cut"):
         place = tmp_path / name
@@ -145,7 +145,7 @@ def test_the_last_step_is_saved_in_the_run_that_took_it_over(pool, folder) -> No
 
 @pytest.mark.parametrize("parallel", [{"dp": 1}, {"pp": 2}, {"tp": 2, "cp": 2}, {"dp": 2, "pp": 2, "tp": 2}])
 def test_one_true_line_a_step(pool, folder, uninterrupted, parallel) -> None:
-    """E5: one line a step, with the global loss, and tokens = step · batch · seq."""
+    """One line a step, with the global loss, and tokens = step · batch · seq."""
     pool.run(training.train, world(parallel), settings(folder, parallel))
     lines = metrics(folder)
     assert [line["step"] for line in lines] == list(range(1, 13))
@@ -182,7 +182,7 @@ def poisoned(rank: int, size: int, values: dict[str, Any], value: float, steps: 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_bad_gradient_on_one_rank_skips_the_step_everywhere(pool, folder, value) -> None:
-    """E3: weights, moments and counter untouched on all ranks, counted once, data moves on."""
+    """Weights, moments and counter untouched on all ranks, counted once, data moves on."""
     values = settings(folder, {"dp": 2, "pp": 2}, train={"steps": 4})
     results = pool.run(poisoned, 4, values, value, [3])
     for code, seen in results:
@@ -242,7 +242,7 @@ def test_evaluation_changes_nothing(pool, tmp_path, parallel) -> None:
 
 
 def test_the_first_adam_update_is_a_whole_one() -> None:
-    """B6: w=1, g=0.5, lr=0.1, no decay -> 0.9 after one step (a dummy step before would give 0.9265)."""
+    """w=1, g=0.5, lr=0.1, no decay -> 0.9 after one step (a dummy step before would give 0.9265)."""
     from megafour.comm.group import solo
     from megafour.config.schema import OptimizerConfig
     from megafour.optim.optimizer import ShardedOptimizer

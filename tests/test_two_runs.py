@@ -1,4 +1,4 @@
-"""D5: several runs on one machine, by the commands that are documented, and a port that is taken."""
+"""Several runs on one machine, by the commands that are documented, and a port that is taken."""
 
 import json
 import os
