@@ -10,7 +10,7 @@ from megafour.data.batch import IGNORE, collate
 from megafour.data.dataset import GlobalDataset, Source
 from megafour.data.indexed import IndexedDataset, IndexedWriter
 from megafour.mesh import Mesh
-from megafour.model.stage import build_stage, initialize
+from megafour.model.stage import build_stage, initialize_parameter
 from megafour.trainer.setup import build_mesh
 from megafour.verify.reference import dense_attention
 
@@ -55,7 +55,8 @@ def run(stage, batch):
 def packed(rank, world, config, change=None):
     """This rank's positions, losses and input gradients of the packed samples."""
     stage = build_stage(config, build_mesh(config, torch.device("cpu"), ledger=False), VOCAB)
-    initialize(stage, 1)
+    for param in stage.parameters():
+        initialize_parameter(param, 1)
     ids = np.r_[IDS, IDS[-1] + 1][None].repeat(2, 0)
     batch = collate(tokens_of(change), torch.arange(2), stage.build.positions, document_ids=ids)
     return stage.build.positions, batch.labels, *run(stage, batch)
@@ -67,7 +68,8 @@ def alone(family):
     for length in LENGTHS:
         config = config_of(family, "fp64", seq=length)
         stage = build_stage(config, Mesh.single(), VOCAB, attention=dense_attention)
-        initialize(stage, 1)
+        for param in stage.parameters():
+            initialize_parameter(param, 1)
         # A document's last token predicts nothing.
         row = np.c_[rows[:, begin:begin + length], np.full((2, 1), -1)]
         batch = collate(row, torch.arange(2), torch.arange(length))
@@ -110,7 +112,8 @@ def test_parts_of_one_rank_share_tables_and_masks():
     """Made once a micro-batch, though each of two is under way on both parts; none is held in the end."""
     config = config_of("llama", "fp64", pipeline={"schedule": "interleaved_1f1b", "virtual_stages": 2})
     stage, made, one = build_stage(config, Mesh.single(), VOCAB), [], torch.tensor(1.0, dtype=torch.float64)
-    initialize(stage, 1)
+    for param in stage.parameters():
+        initialize_parameter(param, 1)
     shift, real = np.r_[IDS, IDS[-1] + 1], stage.rope
     batches = [collate(tokens_of(), torch.arange(2), stage.build.positions, document_ids=ids[None].repeat(2, 0))
                for ids in (shift, np.roll(shift, 5))]
@@ -119,7 +122,8 @@ def test_parts_of_one_rank_share_tables_and_masks():
     losses = [stage(batch, x, one, step=0, train=True, chunk=1) for batch, x in zip(batches, hidden, strict=True)]
     assert len(made) == 2 and not stage._packed
     plain = build_stage(config_of("llama", "fp64"), Mesh.single(), VOCAB)
-    initialize(plain, 1)
+    for param in plain.parameters():
+        initialize_parameter(param, 1)
     assert [x.item() for x in losses] == [plain(batch, None, one, step=0, train=True).item() for batch in batches]
     assert losses[0] != losses[1]
 

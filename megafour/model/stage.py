@@ -166,15 +166,9 @@ def build_stage(config: Config, mesh: Mesh, vocab_size: int, *, attention: Core 
     return Stage(build, parts)
 
 
-def initialize(stage: nn.Module, seed: int) -> None:
-    """Fill every weight from (seed, logical name, global index): alike on every mesh; padding rows are zero."""
-    for param in stage.parameters():
-        initialize_parameter(param, seed)
-
-
 @torch.no_grad()
 def initialize_parameter(param: nn.Parameter, seed: int) -> None:
-    """The same for one local parameter."""
+    """Fill a weight from (seed, logical name, global index): alike on every mesh; padding rows are zero."""
     param.zero_()
     for piece in pieces_of(param):
         view = piece.view(param)
