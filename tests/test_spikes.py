@@ -72,6 +72,13 @@ def test_steps_like_the_others_are_all_applied_and_a_new_level_stops_the_run(poo
     assert "3 steps in a row were skipped" in (tmp_path / "risen" / "run" / "status.json").read_text()
 
 
+def test_steps_skipped_in_a_row_are_counted_on_after_a_resume(pool, tmp_path):
+    assert run(pool, tmp_path / "run", {"dp": 2}, 2, range(7, 13), 8, max_skipped_steps=3) == [-9, -9]
+    assert run(pool, tmp_path / "run", {"dp": 2}, 2, range(7, 13), max_skipped_steps=3) == [1, 1]
+    status = (tmp_path / "run" / "run" / "status.json").read_text()
+    assert "3 steps in a row were skipped" in status and "the last was step 9," in status
+
+
 def test_the_rule():
     guard = SpikeGuard(3.0, deque(maxlen=4))
     for norm in (1.0, 3.0, 100.0, 1.0):     # the window is not full: nothing is judged

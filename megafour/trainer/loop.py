@@ -302,7 +302,8 @@ class Run:
             files.update(self.tokenizer.files())
         small = small_state(self.state, progress.step, progress.consumed_samples, progress.consumed_tokens,
                             progress.skipped_steps)
-        small.update(data=positions(self.datasets.train, progress.consumed_samples), tokenizer=self.datasets.tokenizer)
+        small.update(skipped_in_a_row=progress.skipped_in_a_row, tokenizer=self.datasets.tokenizer,
+                     data=positions(self.datasets.train, progress.consumed_samples))
         self.saver.save(progress.step, logical_tensors(self.state), small, files)
         self.saved_step = progress.step
 
@@ -315,7 +316,7 @@ class Run:
                            verified=verified)
         restore_small_state(self.state, saved)
         self.progress = Progress(saved["step"], saved["consumed_samples"], saved["consumed_tokens"],
-                                 saved["skipped_steps"])
+                                 saved["skipped_steps"], saved.get("skipped_in_a_row", 0))
         if "data" in saved:
             for line in go_on(self.datasets.train, saved["data"], self.progress.consumed_samples):
                 self.log.say(line)
