@@ -141,7 +141,7 @@ class HangWatch:
             time.sleep(self.every / 4)
         try:
             with open(self.folder / "report.txt", "x") as file:
-                line = summary(places, self.names, self._seconds if self.mesh.waits.step else self.limit)
+                line = summary(places, self.names, self.limit)
                 file.write(f"{line}\n\n{details(places, self.names)}")
         except FileExistsError:
             time.sleep(2 * self.every)      # torchrun ends all ranks as soon as one exits: the line must be said first
@@ -163,7 +163,7 @@ def summary(places: list[Place], names: list[str], limit: float) -> str:
     Args:
         places: of the ranks that answered.
         names: of all ranks, in words.
-        limit: run.timeout_seconds.
+        limit: seconds that a wait may last: run.timeout_seconds, or that of the start.
     """
     waiting = [place for place in places if place.waiting is not None]
     absent = {*range(len(names))} - {place.rank for place in waiting}
