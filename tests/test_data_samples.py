@@ -207,7 +207,7 @@ def test_fifty_million_documents_open_at_once(tmp_path):
     started = time.monotonic()
     source = Source(IndexedDataset(tmp_path / "a"), 64, seed=7, documents=(1, count - 5))
     source.window(12345)
-    assert time.monotonic() - started < 1.0
+    assert time.monotonic() - started < 10    # a walk over them would take minutes
     assert source.num_tokens == 99_900
     for path in tmp_path.iterdir():
         path.unlink()

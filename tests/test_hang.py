@@ -35,7 +35,7 @@ def drilled(tmp_path_factory) -> dict[str, tuple[dict, str, str]]:
         write_corpus(folder / "corpus")
         values = settings(folder, parallel, checkpoint={"asynchronous": how == "saving", "every": 0},
                           train={"steps": 4 if how == "saving" else 100000})
-        values["run"]["timeout_seconds"] = 2
+        values["run"]["timeout_seconds"] = 4
         given.append({"folder": str(folder), "world": world, "values": values, "victim": victim, "how": how})
     ended = subprocess.run(
         [sys.executable, "-m", "tests.hang_drill", json.dumps(given)], cwd=ROOT, capture_output=True, text=True,
@@ -58,8 +58,8 @@ def drilled(tmp_path_factory) -> dict[str, tuple[dict, str, str]]:
     ("saving", r"\w+ over checkpoint")])
 def test_a_stopped_rank_is_named_whatever_the_others_wait_for(drilled, name, waits):
     (found, reason, report), (_, world, victim, _) = drilled[name], SCENARIOS[name]
-    assert found["codes"] == [1] * (world - 1) and found["seconds"] < 10
-    assert re.search(rf"^{waits} did not complete in 2 s \(run.timeout_seconds\); ", reason)
+    assert found["codes"] == [1] * (world - 1) and found["seconds"] < 60
+    assert re.search(rf"^{waits} did not complete in 4 s \(run.timeout_seconds\); ", reason)
     assert re.search(rf"no answer from rank {victim} \([a-z0-9-]+\), pid \d+ on \S+; waiting: ", reason)
     for rank in range(world):
         if rank == victim:
@@ -68,13 +68,13 @@ def test_a_stopped_rank_is_named_whatever_the_others_wait_for(drilled, name, wai
             assert re.search(rf"rank {rank} \([a-z0-9-]+\) in step \d+, \w+ for \w+", reason)
             assert re.search(rf"^rank {rank} .*: step \d+, \w+, waits for \w+", report, re.M)
     assert ("in _save" if name == "saving" else "in train_step") in report      # where in the code
-    assert found["output"].count("did not complete in 2 s") == 1        # one line on the console, not one a rank
+    assert found["output"].count("did not complete in 4 s") == 1        # one line on the console, not one a rank
 
 
 def test_a_rank_that_lives_and_does_not_come_is_told_from_a_stopped_one(drilled):
     found, reason, report = drilled["busy"]
-    assert found["codes"] == [1, 1] and found["seconds"] < 10
-    assert re.search(r"did not complete in 2 s .*; rank 0 \(dp0\), pid \d+ on \S+ waits for no rank, in step 4, data, "
+    assert found["codes"] == [1, 1] and found["seconds"] < 60
+    assert re.search(r"did not complete in 4 s .*; rank 0 \(dp0\), pid \d+ on \S+ waits for no rank, in step 4, data, "
                      r"at \S+loop.py:\d+ in train; waiting: rank 1 \(dp1\) in step 4, \w+ for all_reduce", reason)
     assert "no answer" not in reason and "hang_drill.py" in report
 

@@ -66,7 +66,7 @@ def test_the_lock_of_a_killed_process_is_taken_over_at_once(tmp_path):
     child.wait()
     started = time.monotonic()
     RunLock(tmp_path / "lock").acquire().release()
-    assert time.monotonic() - started < 1
+    assert time.monotonic() - started < 10    # a heartbeat would be waited for much longer
 
 
 def test_a_lock_of_another_machine_is_judged_by_its_heartbeat(tmp_path):
