@@ -79,6 +79,9 @@ def test_refusals_before_anything_runs(tmp_path, name, text, said):
 def test_other_refusals(tmp_path):
     with pytest.raises(ScheduleError, match="cannot be read"):
         find(str(tmp_path / "none.csv"), 2)
+    (tmp_path / "binary.csv").write_bytes(b"\xb0\x00F0")
+    with pytest.raises(ScheduleError, match="is no text in UTF-8"):
+        find(str(tmp_path / "binary.csv"), 2)
     with pytest.raises(ScheduleError, match="no function other"):
         find(written(tmp_path, "own.py", FUNCTION) + ":other", 2)
     with pytest.raises(ScheduleError, match="has 2 micro-batches, and a step has 3"):
@@ -97,3 +100,9 @@ def test_the_command(tmp_path, capsys):
     assert main(["schedule", "--name", written(tmp_path, "b.csv", "F0,I0\nF0,B0\n"), "--stages", "2",
                  "--micro-batches", "1"]) == 1
     assert "rank 0: W0 is missing" in capsys.readouterr().err
+    for option in ("--save", "--out"):
+        assert main(["schedule", "--name", "zb_v", option, str(tmp_path / "none" / "a.svg")]) == 2
+        assert f"error: {option} {tmp_path / 'none' / 'a.svg'}: cannot be written" in capsys.readouterr().err
+    for wrong in (["--times", "nan,1,1,0"], ["--times", "1,inf,1,0"], ["--memory", "nan"], ["--memory", "-1"]):
+        with pytest.raises(SystemExit, match="2"):
+            main(["schedule", "--name", "zb_auto", *wrong])

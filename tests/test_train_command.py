@@ -70,6 +70,8 @@ def test_check_assumes_the_fewest_ranks_that_the_mesh_takes(command, capfd, name
     out = capfd.readouterr().out
     assert f"world {ranks} =" in out or ranks == 1
     assert smallest_world(config_from({"parallel": {"dp": 3, "tp": 2}})) == 6
+    assert smallest_world(config_from({"parallel": {"zero_size": 8, "tp": 2}})) == 16
+    assert smallest_world(config_from({"parallel": {"zero_size": 6, "cp": 4, "pp": 2}})) == 24
 
 
 @pytest.mark.parametrize(("values", "words"), [

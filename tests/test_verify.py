@@ -106,6 +106,13 @@ def test_shipped_configs_shrink_on_every_mesh(path):
         assert toy.model.hidden_size <= 256
 
 
+def test_a_config_of_hybrid_sharding_shrinks_on_every_mesh():
+    """dp is auto: the config by itself has as many replicas as its zero_size asks for, and not one."""
+    config = config_from({"parallel": {"zero_size": 8, "zero_stage": 3}})
+    sizes = [case.config.parallel.zero_size for case in user_cases(config, MESHES, 3)]
+    assert len(sizes) == len(MESHES) and max(sizes) > 1
+
+
 @pytest.mark.parametrize(("heads", "kv", "tp", "toy"), [
     (6, 3, 1, (8, 4)),    # 6 and 3 divide by no tp 4: scaled up, ratio kept
     (8, 2, 4, (4, 1)),    # K/V heads < tp stays so, on tp2 as on tp4

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +32,7 @@ def add_parser(subparsers: Any) -> None:
     add("--virtual-stages", type=_positive, metavar="V", help="stages a rank (default: the schedule's own)")
     add("--times", type=_times, metavar="F,B,W,COMM", help="durations of one micro-batch's forward, input gradient and "
         "weight gradient on a rank, and of one transfer (default: 1,1,1,0)")
-    add("--memory", type=float, metavar="N", help="for zb_auto: micro-batches whose activations a rank may hold "
+    add("--memory", type=_bound, metavar="N", help="for zb_auto: micro-batches whose activations a rank may hold "
         "(default: P, as 1F1B)")
     add("--kept", type=_share, default=1.0, metavar="SHARE", help="for zb_auto: the share of a micro-batch's "
         "activations that waits for the weight gradient once the input's is done (default: 1)")
@@ -55,15 +58,24 @@ def run(args: argparse.Namespace) -> int:
     if args.save is not None:
         from megafour.parallel.pipeline.own import as_json
 
-        args.save.write_text(as_json(table), "utf-8")
-        print(f"wrote {args.save}")
+        with _writing("--save", args.save):
+            args.save.write_text(as_json(table), "utf-8")
     if args.out is not None:
         try:
-            draw([timeline], args.out)
+            with _writing("--out", args.out):
+                draw([timeline], args.out)
         except ImportError:
             raise ConfigError("--out needs matplotlib, which is not installed: pip install megafour[draw]") from None
-        print(f"wrote {args.out}")
     return 0
+
+
+@contextmanager
+def _writing(option: str, file: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{option} {file}: cannot be written: {error.strerror or error}") from None
+    print(f"wrote {file}")
 
 
 def _table(args: argparse.Namespace) -> Table:
@@ -89,9 +101,19 @@ def _times(text: str) -> Times:
         values = [float(part) for part in text.split(",")]
     except ValueError:
         values = []
-    if len(values) not in (3, 4) or min(values) < 0 or sum(values[:3]) <= 0:
+    if len(values) not in (3, 4) or not all(0 <= v < math.inf for v in values) or sum(values[:3]) <= 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not F,B,W or F,B,W,COMM, in numbers of at least 0")
     return Times(*values)
+
+
+def _bound(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return value
 
 
 def _share(text: str) -> float:

@@ -1,5 +1,6 @@
 """Every rule between keys, each with its equation in numbers, and `resolve`, which fills in what `auto` stands for."""
 
+import math
 from collections.abc import Callable, Iterator
 
 from megafour.config.errors import ConfigError
@@ -39,9 +40,13 @@ def resolve(config: Config, world: int, data: bool = True) -> Config:
 
 
 def smallest_world(config: Config) -> int:
-    """The fewest ranks that the mesh of a configuration as loaded takes: pp · tp · cp, and dp where it is a number."""
+    """The fewest ranks that the mesh of a configuration as loaded takes: pp · tp · cp · dp.
+
+    A dp of `auto` counts as 1, or as what makes dp · cp one copy of `parallel.zero_size` ranks.
+    """
     p = config.parallel
-    return p.pp * p.tp * p.cp * (1 if p.dp == "auto" else int(p.dp))
+    least = p.zero_size // math.gcd(p.zero_size, p.cp) if p.zero_size else 1
+    return p.pp * p.tp * p.cp * (least if p.dp == "auto" else int(p.dp))
 
 
 def broken_rules(config: Config) -> list[str]:

@@ -19,7 +19,7 @@ from megafour.checkpoint.safetensors_file import DTYPES, SafetensorsFolder
 from megafour.config.errors import ConfigError
 from megafour.config.huggingface import huggingface_family
 from megafour.config.load import load_config
-from megafour.config.rules import resolve
+from megafour.config.rules import resolve, smallest_world
 from megafour.config.schema import Config
 from megafour.cost.describe import describe, model_words
 from megafour.inference.load import find_model, huggingface_values, vocabulary_of
@@ -140,10 +140,8 @@ def _distance(x: Tensor, y: Tensor) -> tuple[float, float]:
 def config_lines(path: Path) -> Iterator[str]:
     """What a config trains on its smallest world, and every key that it changes."""
     config = load_config(str(path))
-    p = config.parallel
-    dp = 1 if p.dp == "auto" else int(p.dp)
     yield f"config {path}"
-    resolved = resolve(config, dp * p.pp * p.tp * p.cp, data=False)
+    resolved = resolve(config, smallest_world(config), data=False)
     yield describe(resolved)
     yield f"balance {balance.describe(resolved)}"
     changed = mapping_differences(flat(Config()), flat(config))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megafour.config.errors import ConfigError
-from megafour.config.rules import resolve
+from megafour.config.rules import resolve, smallest_world
 from megafour.config.rules_pipeline import stages_a_rank
 from megafour.config.schema import Config
 from megafour.parallel.pipeline.select import check_pipeline, pipeline_of
@@ -47,8 +47,7 @@ def user_cases(config: Config, meshes: Sequence[Degrees], steps: int, precision:
     Raises:
         ConfigError: the config breaks a rule by itself, or on the toy of a mesh.
     """
-    p = config.parallel
-    resolve(config, (1 if p.dp == "auto" else int(p.dp)) * p.pp * p.tp * p.cp, data=False)
+    resolve(config, smallest_world(config), data=False)
     toy = shrink(config, meshes, steps, precision, device)
     return [Case(mesh, place(toy, config, mesh, accumulation(config))) for mesh in meshes]
 

@@ -35,6 +35,8 @@ def load(name: str, ranks: int, virtual_stages: int | None) -> Callable[[int], T
         text = Path(name).read_text("utf-8")
     except OSError as error:
         raise ScheduleError(f"cannot be read: {error.strerror or error}") from None
+    except UnicodeDecodeError:
+        raise ScheduleError("is no text in UTF-8") from None
     kind, rows = _json(text) if name.endswith(".json") else ("", [row for row in csv.reader(text.splitlines()) if row])
     orders: list[Order] = [[_work(rank, str(cell)) for cell in row if str(cell).strip()]
                            for rank, row in enumerate(rows)]
