@@ -246,7 +246,7 @@ def test_zero_3_has_two_units_whole_at_most_and_the_next_one_on_its_way(pool, re
         assert len(asked) == 3 * (2 * units - 1) and asked.count(False) == 3 * 2
 
 
-def test_rounded_to_bf16_it_is_zero_1(pool):
+def test_rounded_to_bf16_it_stays_within_what_rounding_costs(pool):
     for stage in ("1", "2", "3"):
         row = {**next(row for row in WHOLE if row["mesh"] == "dp2-tp2"), "zero_stage": stage}
         outcome = check(pool, option_case(config_from({}), row, 2, "bf16"), 2, precision="bf16")
