@@ -90,6 +90,21 @@ def test_a_damaged_newest_checkpoint_is_skipped_in_a_run_folder_only(runs, tmp_p
     assert ("error: none of " if name == "config.yaml" else "error: ") in capsys.readouterr().err
 
 
+def test_a_damaged_checkpoint_is_not_exported(runs, tmp_path, capsys) -> None:
+    """An export has no checksums: what goes into it is checked, byte for byte."""
+    shutil.copytree(runs[0], tmp_path / "run")
+    old, new = (tmp_path / "run" / "checkpoints" / f"step-0000000{step}" for step in (3, 4))
+    shutil.copytree(old, new)
+    for checkpoint, more in ((new, "skipped: "), (old, "error: none of ")):
+        content = bytearray((checkpoint / "__0_0.distcp").read_bytes())
+        content[len(content) // 2] ^= 1
+        (checkpoint / "__0_0.distcp").write_bytes(content)
+        code = main(["convert", "to-hf", str(tmp_path / "run"), str(tmp_path / more[0])])
+        assert code == (more != "skipped: ") and more in capsys.readouterr().err
+    assert main(["convert", "to-hf", str(new), str(tmp_path / "x")]) == 1
+    assert f"error: {new} is damaged" in capsys.readouterr().err and not (tmp_path / "x").exists()
+
+
 @pytest.mark.parametrize(("arguments", "code"), [
     (["--max-tokens", "0"], 2), (["--temperature", "-1"], 2), (["--temperature", "nan"], 2),
     (["--temperature", "inf"], 2), (["--top-k", "-1"], 2), (["--seed", "-1"], 2), (["--seed", str(2**63)], 2),

@@ -62,6 +62,11 @@ def test_norms_and_nans(tmp_path, said):
         assert lines[0] == first and lines[-1].endswith("1 NaN, 1 infinite")
         assert row(lines, "weights/norm.weight")[1:] == ["32", "float32", f"{3 * 32 ** 0.5:.6g}", "0"]
         assert row(lines, "weights/layers.1.attention.wq.weight")[-3:] == ["1,", "1", "infinite"]
+    shard = next((tmp_path / "ours" / "step-00000000").glob("*.distcp"))
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    assert said("ours", code=1)[0].startswith("error: ours/step-00000000 is damaged: ")
 
 
 def test_two_checkpoints(tmp_path, said):

@@ -108,6 +108,7 @@ sys.exit(code)
 @pytest.mark.parametrize(("error", "said"), [
     ("RuntimeError", "rank 1 (pp1): failed in step 3: RuntimeError: planted fault (traceback in "),
     ("DataError", "error: planted fault"),
+    ("KeyboardInterrupt", "error: interrupted"),
 ])
 def test_the_first_failure_is_shown_once_and_named(tmp_path, error, said):
     """Under torchrun: not the failures of the ranks that lose their peer by it, and no traceback twice."""
@@ -124,4 +125,5 @@ def test_the_first_failure_is_shown_once_and_named(tmp_path, error, said):
     assert ended.stderr.count("in train_step") == (1 if error == "RuntimeError" else 0)     # torchrun's own summary
     assert "[rank" not in ended.stderr and "rank 0 (pp0): failed" not in ended.stderr
     status = json.loads((tmp_path / "run" / "status.json").read_text())
-    assert status["state"] == "failed" and "planted fault" in status["reason"] and status["step"] == 2
+    assert status["state"] == "failed" and status["step"] == 2
+    assert ("interrupted" if error == "KeyboardInterrupt" else "planted fault") in status["reason"]

@@ -19,7 +19,7 @@ from megafour.config.load import load_config, to_yaml
 from megafour.config.rules import resolve
 from megafour.config.schema import Config
 from megafour.data.tokenizer import Tokenizer
-from megafour.inference.load import huggingface_values, open_tokenizer, vocabulary_of
+from megafour.inference.load import find_models, first_whole, huggingface_values, open_tokenizer, vocabulary_of
 from megafour.model.shapes import logical_shapes
 
 WEIGHTS = "weights/"
@@ -59,7 +59,7 @@ def to_huggingface(checkpoint: Path, out: Path, dtype: torch.dtype | None = None
     """Write a checkpoint of any mesh as a Hugging Face folder that `transformers` loads.
 
     Args:
-        checkpoint: a run folder (its newest checkpoint), or one checkpoint.
+        checkpoint: a run folder (its newest whole checkpoint), or one checkpoint.
         out: a folder that does not exist yet.
         dtype: of the weights; None: as they are stored (a run's masters are fp32, or fp64 in fp64 runs).
         shard_bytes: size beyond which the weights are cut into several files.
@@ -69,7 +69,11 @@ def to_huggingface(checkpoint: Path, out: Path, dtype: torch.dtype | None = None
         ConfigError: naming the key that no supported Hugging Face family has.
         CheckpointError: for a damaged checkpoint, or one that cannot be written.
     """
-    folder = store.find(checkpoint)
+    store.find(checkpoint)      # a Hugging Face folder is none
+    models = find_models(checkpoint)
+    folder = first_whole(models, None)
+    if len(models) == 1:
+        store.verify(folder, None)      # every byte: what is exported carries no checksum any more
     config = load_config(str(folder / "config.yaml"))
     family = family_of(config.model)
     shapes = logical_shapes(config, vocabulary_of(folder, config))

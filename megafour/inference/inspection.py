@@ -13,7 +13,7 @@ import yaml
 from torch import Tensor
 
 from megafour.checkpoint import folder as checkpoints
-from megafour.checkpoint import huggingface
+from megafour.checkpoint import huggingface, store
 from megafour.checkpoint.reading import CheckpointReader
 from megafour.checkpoint.safetensors_file import DTYPES, SafetensorsFolder
 from megafour.config.errors import ConfigError
@@ -54,6 +54,7 @@ class Held:
             self.read = lambda key: weights.whole(key.removeprefix("weights/"), self.tensors[key][0])
             self.state: dict[str, Any] = {}
         else:
+            store.verify(self.folder, None)     # a flipped bit shows in no norm, or as any error of the reader
             reader = CheckpointReader(self.folder)
             self.config, self.state = load_config(str(self.folder / "config.yaml")), checkpoints.read_state(self.folder)
             self.tensors, self.read = reader.tensors, reader.read

@@ -162,6 +162,11 @@ def train_on(mesh: Mesh, config: Config, launch: Launch, tokenizer: Tokenizer | 
         if isinstance(error, DataError):    # not alike on all ranks, as the others are: who meets it first says it
             return say_refusal(error, 1) if first else 1
         return refuse(error, launch, 2 if isinstance(error, ConfigError) else 1)
+    except KeyboardInterrupt:       # Ctrl-C reaches every rank, in the middle of anything: nothing to agree on
+        first = folder.fail(training.progress.step if training else 0, "interrupted (SIGINT)")
+        if first:
+            say_error("interrupted")
+        return 1
     except Exception as error:
         step, what = training.progress.step if training else 0, f"{type(error).__name__}: {error}"
         first = folder.fail(step, f"{mesh.describe()}: {what}")
