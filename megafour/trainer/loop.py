@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -221,7 +222,7 @@ class Run:
         if result.spike is not None:
             self.log.say(f"step {progress.step + 1} skipped: {result.spike}; samples "
                          f"{diagnose.samples(self.state, batches)}")
-        elif self.state.scaler.may_overflow:
+        elif self.state.scaler.may_overflow and math.isfinite(result.loss):
             self.log.say(f"step {progress.step + 1} skipped: gradients overflow in fp16, loss scale now "
                          f"{self.state.scaler.scale:g}")
         else:

@@ -135,14 +135,17 @@ def _window(config: Config, seq: int) -> Any:
 
 
 def toy_kv_heads(config: Config, meshes: Sequence[Degrees]) -> int:
-    """The fewest K/V heads that keep the ratio to query heads, and whether tp repeats them, on every mesh asked for."""
+    """The fewest K/V heads, two where there are, that keep the ratio to query heads, and whether tp repeats them.
+
+    On every mesh asked for.
+    """
     model = config.model
     tps = [mesh.tp for mesh in meshes]
     # Query heads are split by ulysses as well; `auto` of usp follows the K/V heads.
     shares = [mesh.tp * int(_ulysses(config, mesh)) for mesh in meshes]
     ratio = model.num_attention_heads // model.kv_heads
     repeated = model.kv_heads < config.parallel.tp
-    least = 1 if repeated else min(model.kv_heads, max(tps))
+    least = 1 if repeated else min(model.kv_heads, max(2, *tps))
     for kv in range(least, math.lcm(*shares) * least + 1):
         if all(kv % tp == 0 or tp % kv == 0 for tp in tps) and all(ratio * kv % share == 0 for share in shares):
             return kv
