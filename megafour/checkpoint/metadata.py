@@ -173,7 +173,7 @@ class Writer(FileSystemWriter):
     """Writes one synced file a rank, summed, and an index that does not name the folder it was written to."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__(path)
+        super().__init__(path, per_thread_copy_ahead=0)     # one tensor at a time, as `ScratchPlanner` needs it
         self.fs = self.files = SummedFiles()
 
     def storage_meta(self) -> StorageMeta:

@@ -41,6 +41,7 @@ from megafour.checkpoint.folder import (
     tidy,
     write_file,
 )
+from megafour.checkpoint.scratch import ScratchPlanner
 from megafour.checkpoint.tensors import LogicalTensor
 
 __all__ = ["CheckpointError", "LogicalTensor", "check_shared", "check_small", "find", "find_all", "list_steps", "load",
@@ -77,8 +78,7 @@ def save(folder: Path, step: int, held: list[LogicalTensor], state: dict[str, An
         writer = metadata.Writer(aside)
         with _plain_errors(what):
             dcp.save(tensors.state_dict(held, primary_only=True), storage_writer=writer,
-                     planner=dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
-                     process_group=process_group, no_dist=process_group is None)
+                     planner=ScratchPlanner(), process_group=process_group, no_dist=process_group is None)
         sums = {name: crc for one in collect(writer.files.sums, process_group) or () for name, crc in one.items()}
         first_does(lambda: _complete(aside, final, entries, {**state, "step": step}, extra_files, sums), process_group,
                    what)

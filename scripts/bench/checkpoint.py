@@ -161,6 +161,7 @@ def main() -> int:
     wrong = broken_bounds(found) if args.check else []
     if wrong and first:
         print("does not hold: " + "; ".join(wrong), file=sys.stderr)
+    dist.barrier()      # torchrun ends all ranks as soon as one exits with 1
     dist.destroy_process_group()
     return 1 if wrong else 0
 
