@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megafour.checkpoint import store
+from megafour.checkpoint.checksum import crc32
 from megafour.checkpoint.errors import CheckpointError
 from megafour.config.errors import ConfigError
 from megafour.config.huggingface import read_huggingface
@@ -161,8 +162,9 @@ def test_a_model_that_no_family_has_is_not_exported(tmp_path, values, key):
     config = yaml.safe_load(path.read_text())
     config["model"].update(values)
     path.write_text(yaml.safe_dump(config))
-    manifest = path.with_name("manifest.json")
-    manifest.write_text(manifest.read_text())
+    manifest = json.loads(path.with_name("manifest.json").read_text())
+    manifest["files"]["config.yaml"], manifest["crc32"]["config.yaml"] = path.stat().st_size, f"{crc32(path):08x}"
+    path.with_name("manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(ConfigError) as error:
         to_huggingface(tmp_path / "ours", tmp_path / "back")
     assert key in str(error.value) and not (tmp_path / "back").exists()

@@ -79,7 +79,8 @@ def launch(folder: Path, values: dict, fault: str, step: int, *options: str) -> 
                           env={**os.environ, "PYTHONPATH": str(ROOT)})
 
 
-@pytest.mark.parametrize("fault", ["os._exit(3)", "os.kill(os.getpid(), signal.SIGKILL)"])
+@pytest.mark.parametrize("fault", [
+    pytest.param("os._exit(3)", marks=pytest.mark.full), "os.kill(os.getpid(), signal.SIGKILL)"])
 def test_torchrun_starts_a_failed_run_again_where_it_stopped(tmp_path, fault):
     write_corpus(tmp_path / "corpus")
     values = settings(tmp_path, {"pp": 2}, train={"steps": 8}, checkpoint={"every": 3})
@@ -168,7 +169,7 @@ sys.exit(code)
 
 @pytest.mark.parametrize(("owner", "name"), [
     ("megafour.model.decoder.Block", "forward"), ("megafour.data.loader.BatchLoader", "step"),
-    ("megafour.trainer.saving.Saver", "save"),
+    pytest.param("megafour.trainer.saving.Saver", "save", marks=pytest.mark.full),
     ("megafour.trainer.loop", "evaluate_batch")])
 def test_an_error_of_one_rank_ends_the_job_and_is_shown(tmp_path, owner, name):
     """In the forward pass, a data worker, a save, an evaluation; the original error, its rank, not zero, soon."""

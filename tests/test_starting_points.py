@@ -163,7 +163,8 @@ def save_again(rank: int, world: int, values: dict[str, Any], source: str, out: 
                {"config.yaml": to_yaml(config)}, group)
 
 
-@pytest.mark.parametrize("model", [{}, {"qk_norm": True}, {"qkv_bias": True, "tie_embeddings": True}],
+@pytest.mark.parametrize("model", [
+    {}, pytest.param({"qk_norm": True}, marks=pytest.mark.full), {"qkv_bias": True, "tie_embeddings": True}],
                          ids=["llama", "qwen3", "qwen2"])
 def test_b13_exports_are_independent_of_the_mesh(pool, tmp_path, model):
     """4 query and 2 K/V heads, saved at t1, t2 and p2t2: byte-equal exports that transformers computes alike."""

@@ -40,8 +40,9 @@ def uninterrupted(pool, tmp_path_factory) -> dict[int, float]:
 
 
 @pytest.mark.parametrize(("first", "second"), [
-    ({"dp": 1}, FULL), (FULL, {"dp": 1}), ({"tp": 2, "pp": 2}, {"dp": 2, "zero_stage": 1}),
-    ({"dp": 2, "zero_stage": 1, "cp": 2}, {"tp": 4}), ({"pp": 4}, {"cp": 4}),
+    ({"dp": 1}, FULL), pytest.param(FULL, {"dp": 1}, marks=pytest.mark.full),
+    ({"tp": 2, "pp": 2}, {"dp": 2, "zero_stage": 1}),
+    pytest.param({"dp": 2, "zero_stage": 1, "cp": 2}, {"tp": 4}, marks=pytest.mark.full), ({"pp": 4}, {"cp": 4}),
     ({"dp": 4, "zero_stage": 1}, {"dp": 2, "zero_stage": 0})])
 def test_resumes_on_another_mesh(pool, folder, uninterrupted, first, second) -> None:
     """Killed after step 7 (saved) of 12: the rest equals the uninterrupted run, and no step is lost or doubled."""
@@ -88,7 +89,8 @@ def test_resumes_across_schedules_virtual_stages_and_methods(pool, tmp_path) -> 
     assert all(abs(moved[step] - loss) <= 1e-9 * loss for step, loss in whole.items())
 
 
-@pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("precision", ["fp64", "bf16", *(
+    pytest.param(name, marks=pytest.mark.full) for name in ("fp32", "fp16"))])
 def test_resumes_bit_equal_on_the_same_mesh(pool, tmp_path, precision) -> None:
     mesh, runs = {"dp": 2, "tp": 2, "zero_stage": 1}, []
     for name, kills in (("whole", [None]), ("killed", [9, None])):
@@ -124,8 +126,8 @@ def train_from_scale(rank: int, ranks: int, values: dict[str, Any], scale: float
 
 
 def test_fp16_overflow_is_skipped_on_every_rank_until_the_scale_fits(pool, folder) -> None:
-    values = settings(folder, FULL, train={"precision": "fp16"}, optimizer={"lr": 1e-3})
-    assert set(pool.run(train_from_scale, 16, values, 2.0**26)) == {0}
+    values = settings(folder, {"dp": 2, "tp": 2}, train={"precision": "fp16"}, optimizer={"lr": 1e-3})
+    assert set(pool.run(train_from_scale, 4, values, 2.0**26)) == {0}
     lines = metrics(folder)
     skipped = [line["skipped_steps"] for line in lines]
     assert 2 <= skipped[-1] <= 8 and skipped == [min(step + 1, skipped[-1]) for step in range(12)]
@@ -143,7 +145,8 @@ def test_the_last_step_is_saved_in_the_run_that_took_it_over(pool, folder) -> No
     assert (folder / "other" / "checkpoints" / "step-00000002" / "manifest.json").is_file()
 
 
-@pytest.mark.parametrize("parallel", [{"dp": 1}, {"pp": 2}, {"tp": 2, "cp": 2}, {"dp": 2, "pp": 2, "tp": 2}])
+@pytest.mark.parametrize("parallel", [{"dp": 1}, {"pp": 2}, {"tp": 2, "cp": 2},
+                                      pytest.param({"dp": 2, "pp": 2, "tp": 2}, marks=pytest.mark.full)])
 def test_one_true_line_a_step(pool, folder, uninterrupted, parallel) -> None:
     """One line a step, with the global loss, and tokens = step · batch · seq."""
     pool.run(training.train, world(parallel), settings(folder, parallel))
@@ -203,7 +206,7 @@ def test_stops_after_too_many_skipped_steps(pool, folder) -> None:
     assert len(metrics(folder)) in (3, 4)
 
 
-@pytest.mark.parametrize("parallel", [{"dp": 1}, {"tp": 2}, {"pp": 2}])
+@pytest.mark.parametrize("parallel", [{"dp": 1}, pytest.param({"tp": 2}, marks=pytest.mark.full), {"pp": 2}])
 def test_recompute_changes_no_bit(pool, tmp_path, parallel) -> None:
     """With dropout on, losses are bit-equal whatever is recomputed."""
     seen = []
@@ -220,7 +223,7 @@ def test_recompute_changes_no_bit(pool, tmp_path, parallel) -> None:
 
 
 @pytest.mark.parametrize("parallel", [
-    {"dp": 1}, {"dp": 2, "pp": 2, "tp": 2}, {"cp": 2},
+    {"dp": 1}, pytest.param({"dp": 2, "pp": 2, "tp": 2}, marks=pytest.mark.full), {"cp": 2},
     {"pp": 2, "pipeline": {"schedule": "interleaved_1f1b", "virtual_stages": 2}}])
 def test_evaluation_changes_nothing(pool, tmp_path, parallel) -> None:
     """Training losses are bit-equal with and without it; the validation loss is the same on every mesh."""
