@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megafour.checkpoint import folder, store
+from megafour.checkpoint import folder, metadata, store
 from megafour.checkpoint.checksum import crc32
 from megafour.checkpoint.errors import CheckpointError
 from megafour.checkpoint.tensors import LogicalTensor, flat_parts
@@ -270,6 +270,27 @@ def test_an_index_that_names_other_code_is_refused(tmp_path, capfd):
     with pytest.raises(CheckpointError, match="builtins.print, which no index of tensors holds"):
         store.load(path, hold("dp", 0, 1, truth(SHAPES), False), None)
     assert "must not run" not in capfd.readouterr().out
+
+
+class ByName:
+    """Pickles as Python 3.11.0 to 3.11.3 pickle a member of an enumeration."""
+
+    def __init__(self, owner, name):
+        self.made = owner, name
+
+    def __reduce__(self):
+        return getattr, self.made
+
+
+def test_an_enumeration_is_read_however_python_pickles_it_and_nothing_else_by_name(tmp_path):
+    formats = metadata._MEMORY_FORMATS
+    for member in formats:
+        for form in (member, ByName(formats, member.name)):
+            read = metadata._IndexUnpickler(io.BytesIO(pickle.dumps(form))).load()
+            assert read is member
+    for owner, name in ((formats, "__class__"), (torch.Size, "__subclasses__"), (metadata.Metadata, "__init__")):
+        with pytest.raises(pickle.UnpicklingError, match=f"it asks for {name} of .*, which no index of tensors holds"):
+            metadata._IndexUnpickler(io.BytesIO(pickle.dumps(ByName(owner, name)))).load()
 
 
 def test_a_shard_that_names_other_code_is_refused(tmp_path, capfd):

@@ -31,6 +31,9 @@ _CLASSES = {
 }
 
 
+_MEMORY_FORMATS: Any = metadata._MEM_FORMAT_ENCODING
+
+
 class _IndexUnpickler(pickle.Unpickler):
     """Admits the classes of a checkpoint's index and nothing else: a pickle can otherwise run any code."""
 
@@ -42,6 +45,8 @@ class _IndexUnpickler(pickle.Unpickler):
             return torch.Size
         if (module, name) == ("torch.serialization", "_get_layout"):
             return _layout
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         raise pickle.UnpicklingError(f"it names {module}.{name}, which no index of tensors holds")
@@ -51,6 +56,13 @@ def _layout(name: str) -> torch.layout:
     if name != "torch.strided":
         raise pickle.UnpicklingError(f"it names the layout {name}")
     return torch.strided
+
+
+def _member(owner: Any, name: str) -> Any:
+    """How Python 3.11.0 to 3.11.3 pickle a member of an enumeration, and only that: `getattr(owner, name)`."""
+    if owner is not _MEMORY_FORMATS or name not in _MEMORY_FORMATS.__members__:
+        raise pickle.UnpicklingError(f"it asks for {name} of {owner}, which no index of tensors holds")
+    return _MEMORY_FORMATS[name]
 
 
 def read_index(path: Path) -> Metadata:
