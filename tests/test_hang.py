@@ -23,15 +23,18 @@ SCENARIOS = {
     "pp": ({"pp": 2}, 2, 1, "stopped"), "tp": ({"tp": 2}, 2, 0, "stopped"), "cp": ({"cp": 2}, 2, 1, "stopped"),
     "dp-pp": ({"dp": 2, "pp": 2, "zero_stage": 1}, 4, 2, "stopped"), "busy": ({"dp": 2}, 2, 0, "busy"),
     "saving": ({"dp": 2, "zero_stage": 1}, 2, 1, "saving")}
+USUAL = ("pp", "busy", "saving")
+"""Those that run without `--all`."""
 
 
 @pytest.fixture(scope="module")
-def drilled(tmp_path_factory) -> dict[str, tuple[dict, str, str]]:
+def drilled(request, tmp_path_factory) -> dict[str, tuple[dict, str, str]]:
     """What the drill saw, the reason in status.json and the report, of every scenario."""
-    folders = {name: tmp_path_factory.mktemp(name) for name in SCENARIOS}
+    asked = SCENARIOS if request.config.getoption("--all") else USUAL
+    folders = {name: tmp_path_factory.mktemp(name) for name in asked}
     given = []
-    for name, (parallel, world, victim, how) in SCENARIOS.items():
-        folder = folders[name]
+    for name, folder in folders.items():
+        parallel, world, victim, how = SCENARIOS[name]
         write_corpus(folder / "corpus")
         values = settings(folder, parallel, checkpoint={"asynchronous": how == "saving", "every": 0},
                           train={"steps": 4 if how == "saving" else 100000})
@@ -53,8 +56,10 @@ def drilled(tmp_path_factory) -> dict[str, tuple[dict, str, str]]:
 
 @pytest.mark.parametrize(("name", "waits"), [
     ("pp", r"(send_recv over pp|all_reduce over (world|embedding)) \(ranks 0, 1\)"),
-    ("tp", r"\w+ over (tp|world) \(ranks 0, 1\)"), ("cp", r"\w+ over (ring|dp_cp|world) \(ranks 0, 1\)"),
-    ("dp-pp", r"\w+ over (pp|dp|dp_cp|world|embedding) \((ranks 0, 2|ranks 2, 3|ranks 0, 1, 2, 3)\)"),
+    pytest.param("tp", r"\w+ over (tp|world) \(ranks 0, 1\)", marks=pytest.mark.full),
+    pytest.param("cp", r"\w+ over (ring|dp_cp|world) \(ranks 0, 1\)", marks=pytest.mark.full),
+    pytest.param("dp-pp", r"\w+ over (pp|dp|dp_cp|world|embedding) \((ranks 0, 2|ranks 2, 3|ranks 0, 1, 2, 3)\)",
+                 marks=pytest.mark.full),
     ("saving", r"\w+ over checkpoint")])
 def test_a_stopped_rank_is_named_whatever_the_others_wait_for(drilled, name, waits):
     (found, reason, report), (_, world, victim, _) = drilled[name], SCENARIOS[name]
