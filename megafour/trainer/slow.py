@@ -89,7 +89,7 @@ def slow_lines(seconds: list[float], names: list[tuple[str, int]], steps: int) -
         # The lower one of two: else a rank would have to be half as slow again as its only peer.
         median = statistics.median_low(seconds if alone else peers)
         if seconds[rank] > median + max(LEAST, (ALONE if alone else SHARE) * median):
-            whose = "of all ranks" if alone else "of its stage" if len(peers) < len(names) else "of all ranks"
+            whose = "of its stage" if 1 < len(peers) < len(names) else "of all ranks"
             lines.append((seconds[rank] / median, f"slow: {name}: {seconds[rank]:.3g} s of compute a step, median "
                                                   f"{whose} {median:.3g} s (over {steps} steps)"))
     return [line for _, line in sorted(lines, reverse=True)]
