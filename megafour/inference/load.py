@@ -76,23 +76,25 @@ def find_models(path: Path) -> list[Path]:
 
 
 def first_whole(models: list[Path], group: ProcessGroup | None) -> Path:
-    """The first of what `find_models` gave whose shards are whole. Every rank of the group calls it together.
+    """The first of what `find_models` gave whose bytes are whole. Every rank of the group calls it together.
 
     Raises:
         CheckpointError: on all ranks alike, where none is.
     """
     damaged: list[str] = []
-    for model in models if len(models) > 1 else ():
+    for model in models:
+        if huggingface.is_huggingface(model):
+            return model        # it carries no checksums
         try:
             store.verify(model, group)
             return model
         except CheckpointError as error:
+            if len(models) == 1:
+                raise
             damaged.append(str(error))
             if rank_in(group) == 0:
                 print(f"skipped: {error}", file=sys.stderr, flush=True)
-    if damaged:
-        raise CheckpointError(f"none of {len(models)} checkpoints is whole: {'; '.join(damaged)}")
-    return models[0]
+    raise CheckpointError(f"none of {len(models)} checkpoints is whole: {'; '.join(damaged)}")
 
 
 def model_settings(folder: Path, overrides: list[str] | None = None, precision: str = "fp32") -> Config:
@@ -143,7 +145,7 @@ def load_stage(folder: Path, config: Config, mesh: Mesh) -> Loaded:
     With `parallel.zero_stage` 3 data-parallel ranks keep a share of the weights each, and gather them layer by layer.
 
     Args:
-        folder: as `find_model` gives it.
+        folder: as `first_whole` gives it: a checkpoint's files are not summed again.
         config: resolved for the mesh.
     Raises:
         CheckpointError: on all ranks, where the folder is damaged or does not fit its own config.
@@ -163,7 +165,7 @@ def load_stage(folder: Path, config: Config, mesh: Mesh) -> Loaded:
         if huggingface.is_huggingface(folder):
             huggingface.load(folder, huggingface_family(folder), logical_shapes(config, vocab_size), held, group)
         else:
-            store.load(folder, held, group, only=("weights/",), cast=True)
+            store.load(folder, held, group, only=("weights/",), cast=True, verified=True)
     return Loaded(config, mesh, stage.eval(), pipeline_of(config))
 
 
