@@ -27,6 +27,17 @@ def hangs_on_one(rank: int, world: int) -> None:
         time.sleep(600)
 
 
+def connects_and_ends(rank: int, world: int) -> None:
+    """A rank whose side of the connection stands has nothing left to do, while its peer may still be at it."""
+    if rank > 1:
+        dist.new_group([2, 3], use_local_synchronization=True)
+
+
+def ends_while_its_peer_waits(rank: int, world: int) -> None:
+    if rank == 1:
+        dist.barrier()
+
+
 def dies_on_one(rank: int, world: int) -> None:
     if rank == 0:
         os.abort()
@@ -81,3 +92,13 @@ def test_a_dead_rank_is_named_and_the_pool_is_rebuilt(ranks):
 def test_what_a_function_changes_does_not_reach_the_next(ranks):
     ranks.run(spoils_its_process, 2)
     assert ranks.run(is_clean, 2) == [True, True]
+
+
+def test_a_rank_that_is_done_stays_until_the_others_are(ranks):
+    for _ in range(50):
+        ranks.run(connects_and_ends, 4)
+    started = time.monotonic()
+    with pytest.raises(RankError, match="rank 1: RuntimeError"):      # but not for ever
+        ranks.run(ends_while_its_peer_waits, 2)
+    assert time.monotonic() - started < 60
+    assert ranks.run(total, 4, 0.0) == [6.0] * 4

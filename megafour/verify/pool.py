@@ -32,7 +32,11 @@ PRELOAD = ("numpy", "torch", "torch.distributed", "torch.distributed.device_mesh
 `torch._dynamo` is what the first optimizer of a process imports: 1.2 s on each of sixteen ranks otherwise."""
 
 GRACE = 10.0
-"""Seconds that the other ranks get to end, once one rank has failed."""
+"""Seconds that the other ranks get to end, once one rank has failed or is done."""
+
+LEAVE = b"leave"
+"""What the caller says to the ranks once all are done. One that left earlier would close its connections under a peer
+that is still making the other end of one, and that fails with `Connection closed by peer`."""
 
 
 class RankError(RuntimeError):
@@ -107,15 +111,12 @@ class Pool:
         for rank in range(world):
             self._ranks[rank].send_bytes(pickle.dumps((task, rank, world, store, backend, timeout, where)))
         try:
-            results = self._collect(world, timeout)
+            return self._collect(world, timeout)
         except (RankError, TimeoutError):
             raise
         except BaseException:    # interrupted: answers are still on their way, and must not meet a later call
             self.close()
             raise
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(store)
-        return results
 
     def close(self) -> None:
         """End every rank at once. A later `run` starts new ones."""
@@ -150,6 +151,7 @@ class Pool:
         results: dict[int, Any] = {}
         failures: list[tuple[float, RankError]] = []
         pending = {self._ranks[rank]: rank for rank in range(world)}
+        staying: list[Connection] = []
         lost = False
         while pending and not lost:
             ready = wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))
@@ -164,9 +166,13 @@ class Pool:
                     ok, moment, answer, lost = False, time.monotonic(), ("died", self._death(rank), ""), True
                 if ok:
                     results[rank] = answer
+                    staying.append(connection)
                 else:
                     failures.append((moment, RankError(rank, *answer)))
                     deadline = min(deadline, time.monotonic() + GRACE)
+            while staying and (failures or not pending):
+                with contextlib.suppress(BrokenPipeError):
+                    staying.pop().send_bytes(LEAVE)
         if failures:
             if pending or lost:
                 self.close()
@@ -234,14 +240,21 @@ def _serve_rank(connection: Connection, log: Path) -> None:
     while True:
         try:
             request = connection.recv_bytes()
-        except (EOFError, ConnectionResetError):
+            if request == LEAVE:    # this rank has left already
+                continue
+            try:
+                answer = _call(*pickle.loads(request))
+                ok, message = answer[0], pickle.dumps(answer)
+                del answer
+            except Exception as error:    # what came cannot be loaded, or what the function returned cannot be pickled
+                ok, message = False, pickle.dumps(_failure(error))
+            sys.stdout.flush()
+            connection.send_bytes(message)
+            if ok and connection.poll(GRACE):
+                connection.recv_bytes()
+        except (EOFError, ConnectionResetError, BrokenPipeError):
             return
-        try:
-            answer = pickle.dumps(_call(*pickle.loads(request)))
-        except Exception as error:    # what came cannot be loaded, or what the function returned cannot be pickled
-            answer = pickle.dumps(_failure(error))
-        sys.stdout.flush()
-        connection.send_bytes(answer)
+        _leave()
         os.environ.clear()
         os.environ.update(environment)
 
@@ -269,9 +282,13 @@ def _call(task: bytes, rank: int, world: int, store: str, backend: str, timeout:
     try:
         return True, time.monotonic(), fn(rank, world, *args)
     except BaseException as error:    # noqa: B036  a SystemExit in a rank is an answer too
-        # The moment is taken before this rank leaves its group, which makes its peers fail in turn.
         return _failure(error)
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        gc.collect()
+
+
+def _leave() -> None:
+    """Leave the process group of a call; its peers fail if they still need this rank."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    gc.collect()
