@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
 
-from megafour.comm.group import Group
+from megafour.comm.group import Group, Lane
 from megafour.comm.ledger import Ledger
 from megafour.comm.waits import Waits
 from megafour.config.parallel_schema import AXES, ORDERS
@@ -27,6 +27,9 @@ DERIVED = {
     "model": ("tp", "pp"),  # who holds the pieces of one model: the gradient norm is summed here
 }
 """Groups made of several axes, each named by its use."""
+
+OF_LAYERS = ("tp", "ulysses", "ring", "ring_inner", "ring_outer")
+"""Groups over which a micro-batch's own forward and backward go."""
 
 Known = dict[tuple[int, ...], dist.ProcessGroup | None]
 """Process groups by their ranks."""
@@ -142,6 +145,8 @@ class Mesh:
     device_mesh: DeviceMesh | None = field(default=None, repr=False)
     waits: Waits = field(default_factory=Waits, repr=False)
     """What this rank waits for, on all of its groups."""
+    lane: Lane | None = field(default=None, repr=False)
+    """Where the layers' groups have twins: how a second thread says that it goes over those."""
 
     @property
     def world(self) -> int:
@@ -206,7 +211,7 @@ class Mesh:
     @classmethod
     def build(cls, *, dp: int = 1, pp: int = 1, tp: int = 1, cp: int = 1, ulysses: int = 1, inner_ring: int = 1,
               zero_size: int | None = None, order: str = "auto", device: torch.device | None = None,
-              ledger: Ledger | None = None, rank: int | None = None) -> Mesh:
+              ledger: Ledger | None = None, rank: int | None = None, two_lanes: bool = False) -> Mesh:
         """Build the grid over the default process group (a world of one needs none).
 
         Args:
@@ -219,6 +224,7 @@ class Mesh:
             ledger: counts the traffic of every group; None counts nothing.
             rank: build the grid as this rank would see it, of any size and without process groups: for plans and
                 shapes, nothing can be sent over it.
+            two_lanes: give the groups that layers use twins, so that a forward can run beside a backward.
         Raises:
             ValueError: if dp·pp·tp·cp is not the world's size, or the order is no permutation of the axes.
         """
@@ -250,7 +256,12 @@ class Mesh:
                 groups[name] = replace(groups[name], poster=ThreadPoolExecutor(1, f"{name}-poster"))
         waits = Waits()
         groups = {name: replace(group, waits=waits) for name, group in groups.items()}
-        return cls(sizes, coords, here, device, groups, ledger, device_mesh, waits)
+        lane = Lane() if two_lanes else None
+        if lane is not None:
+            waits.beside = Waits()
+            aside = Ledger("forward", ledger.counts) if ledger is not None else None
+            groups |= _twins({name: groups[name] for name in OF_LAYERS}, lane, waits.beside, aside)
+        return cls(sizes, coords, here, device, groups, ledger, device_mesh, waits, lane)
 
     def kv_replicas(self, num_kv_heads: int) -> Group:
         """The tp ranks that hold the same K/V heads (tp > K/V heads); a group of one elsewhere."""
@@ -265,7 +276,7 @@ class Mesh:
 
     def shorten_timeout(self, timeout: timedelta) -> None:
         """From the long timeout of start-up to that of steady steps, on every group."""
-        for group in self.groups.values():
+        for group in (*self.groups.values(), *(group.twin for group in self.groups.values() if group.twin)):
             if group.pg is not None:
                 dist.distributed_c10d._set_pg_timeout(timeout, group.pg)
 
@@ -312,6 +323,19 @@ def _channels(pp: Group) -> dict[str, Group]:
             group = dist.new_group(list(ranks), use_local_synchronization=True, group_desc=name)
             if source != target:
                 found[name] = Group("pp", ranks, ranks.index(pp.ranks[pp.rank]), group, pp.ledger)
+    return found
+
+
+def _twins(groups: dict[str, Group], lane: Lane, waits: Waits, ledger: Ledger | None) -> dict[str, Group]:
+    """The same groups, those of two ranks or more each with a twin that has its own waits and its own ledger."""
+    known: Known = {}
+    found = {}
+    for name, group in groups.items():
+        if group.pg is None:
+            continue
+        twin = _new_group(name, [group.ranks], group.ranks[group.rank], ledger, known)
+        poster = ThreadPoolExecutor(1, f"{name}-poster-2") if group.poster is not None else None
+        found[name] = replace(group, lane=lane, twin=replace(twin, poster=poster, waits=waits))
     return found
 
 

@@ -127,6 +127,8 @@ STEPS = {
     "pp2 interleaved, tied": dict(model={**GPT2, "num_layers": 4}, pp=2, dp=2,
                                   pipeline={"schedule": "interleaved_1f1b", "virtual_stages": 2}),
     "pp2-tp2 zero bubble": dict(tp=2, pp=2, batches=3, pipeline={"schedule": "zb_h1"}),
+    "pp2-tp2-cp2 in pairs": dict(model={**LLAMA, "num_layers": 4}, pp=2, tp=2, cp=2, batches=6,
+                                 pipeline={"schedule": "dualpipe_v"}),
     "pp2-tp2 in a V, tied": dict(model={**GPT2, "num_layers": 4}, pp=2, tp=2, cp=2, batches=4,
                                  train={"recompute": "full"}, pipeline={"schedule": "zb_v"}),
     "pp2-dp2 tied": dict(model=GPT2, pp=2, dp=2),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable
 from concurrent.futures import Executor
 from contextlib import AbstractContextManager, nullcontext
@@ -14,6 +15,14 @@ from megafour.comm.waits import Wait, Waits
 
 UNTIMED: AbstractContextManager[object] = nullcontext()
 """In place of a clock where nothing is waited for."""
+
+
+class Lane(threading.local):
+    """Which of two sets of process groups a thread's collectives go over: two threads cannot share one, for the ranks
+    of a group must meet in the same order."""
+
+    second: bool = False
+    """Set by a thread that computes beside the main one."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +50,15 @@ class Group:
     """
     waits: Waits = field(default_factory=Waits, compare=False, repr=False)
     """Where this rank says what it waits for."""
+    twin: Group | None = field(default=None, repr=False, compare=False)
+    """The same ranks over a process group of their own, for the thread of the second lane."""
+    lane: Lane | None = field(default=None, repr=False, compare=False)
+    """Says whose thread asks, where there is a twin."""
+
+    @property
+    def here(self) -> Group:
+        """The group that this thread's collectives go over: the twin on the second lane."""
+        return self.twin if self.twin is not None and self.lane is not None and self.lane.second else self
 
     @property
     def size(self) -> int:

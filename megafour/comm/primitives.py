@@ -61,6 +61,7 @@ def _nbytes(x: Tensor) -> int:
 
 def all_reduce(x: Tensor, group: Group, op: str = "sum", async_op: bool = False) -> Any:
     """Reduce `x` in place over the group (`op`: sum, max or min); `x` must be contiguous. Returns x, or a `Pending`."""
+    group = group.here
     if group.size == 1:
         return _deliver(Pending(x), async_op)
     group.record("all_reduce", 2 * (group.size - 1) / group.size * _nbytes(x))
@@ -71,6 +72,7 @@ def all_reduce(x: Tensor, group: Group, op: str = "sum", async_op: bool = False)
 
 def all_gather(x: Tensor, group: Group, dim: int = 0, out: Tensor | None = None, async_op: bool = False) -> Any:
     """Concatenate every rank's `x` (equal shapes) along `dim`; `out` may give the buffer when dim is 0."""
+    group = group.here
     if group.size == 1:
         if out is not None and out.data_ptr() != x.data_ptr():
             out.copy_(x)
@@ -90,6 +92,7 @@ def all_gather(x: Tensor, group: Group, dim: int = 0, out: Tensor | None = None,
 
 def reduce_scatter(x: Tensor, group: Group, dim: int = 0, out: Tensor | None = None, async_op: bool = False) -> Any:
     """Sum `x` over the group and keep this rank's slice along `dim` (its length divisible by the group's size)."""
+    group = group.here
     if group.size == 1:
         if out is not None and out.data_ptr() != x.data_ptr():
             out.copy_(x)
@@ -107,6 +110,7 @@ def reduce_scatter(x: Tensor, group: Group, dim: int = 0, out: Tensor | None = N
 
 def broadcast(x: Tensor, group: Group, src: int = 0, async_op: bool = False) -> Any:
     """Overwrite `x` in place with group rank `src`'s; counted at the sender."""
+    group = group.here
     if group.size == 1:
         return _deliver(Pending(x), async_op)
     if group.rank == src:
@@ -118,6 +122,7 @@ def broadcast(x: Tensor, group: Group, src: int = 0, async_op: bool = False) -> 
 
 def reduce(x: Tensor, group: Group, dst: int = 0, op: str = "sum") -> Tensor:
     """Reduce `x` onto group rank `dst`, in place there; elsewhere the content of `x` is undefined afterwards."""
+    group = group.here
     if group.size > 1:
         if group.rank != dst:
             group.record("reduce", _nbytes(x))
@@ -128,6 +133,7 @@ def reduce(x: Tensor, group: Group, dst: int = 0, op: str = "sum") -> Tensor:
 
 def scatter(x: Tensor, group: Group, src: int = 0, dim: int = 0) -> Tensor:
     """Split group rank `src`'s `x` along `dim`, one slice a rank; all ranks pass an `x` of the full shape."""
+    group = group.here
     if group.size == 1:
         return x
     pieces = [piece.contiguous() for piece in x.chunk(group.size, dim)]
@@ -141,6 +147,7 @@ def scatter(x: Tensor, group: Group, src: int = 0, dim: int = 0) -> Tensor:
 
 def gather(x: Tensor, group: Group, dst: int = 0, dim: int = 0) -> Tensor | None:
     """Concatenate every rank's `x` along `dim` at group rank `dst`; None elsewhere."""
+    group = group.here
     if group.size == 1:
         return x
     x = x.contiguous()
@@ -154,6 +161,7 @@ def gather(x: Tensor, group: Group, dst: int = 0, dim: int = 0) -> Tensor | None
 
 def all_to_all(x: Tensor, group: Group) -> Tensor:
     """Send the i-th of `size` equal blocks of dim 0 to rank i; block j of the result came from rank j."""
+    group = group.here
     if group.size == 1:
         return x
     x = x.contiguous()
@@ -171,6 +179,7 @@ def send_recv(sends: Sequence[tuple[Tensor, int]], recvs: Sequence[tuple[Tensor,
     ranks, transfers match in the order posted. `wait()` returns the list of receive buffers. A tensor that is sent
     must not change before.
     """
+    group = group.here
     buffers = [buffer for buffer, _ in recvs]
     ops = []
     for buffer, peer in recvs:

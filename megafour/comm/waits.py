@@ -29,6 +29,13 @@ class Waits:
     """Take the times on the GPU's stream: there the host posts a collective and runs on."""
     spans: list[tuple[Any, Any]] = field(default_factory=list, repr=False)
     """Events around each wait of the stream since `take`."""
+    beside: Waits | None = None
+    """Those of the thread that computes beside the main one, where there may be one."""
+
+    @property
+    def all_now(self) -> list[Wait]:
+        """What its threads wait for, the main one first."""
+        return [wait for wait in (self.now, self.beside.now if self.beside is not None else None) if wait is not None]
 
     def take(self) -> float:
         """Seconds waited since the last call; the stream must have come to the last wait."""

@@ -9,13 +9,15 @@ import torch
 from megafour.comm.group import Group, solo
 from megafour.config.errors import ConfigError
 from megafour.config.schema import Config
+from megafour.cost.memory import sharing
 from megafour.kernels.attention import select_attention
 from megafour.mesh import Launch, Mesh
 from megafour.model.stage import DTYPES, Stage, build_stage, initialize_parameter
 from megafour.optim.optimizer import ShardedOptimizer
 from megafour.parallel.context import Core
 from megafour.parallel.data.buckets import GradientBuckets
-from megafour.parallel.pipeline.select import pipeline_of
+from megafour.parallel.pipeline.actions import Pair
+from megafour.parallel.pipeline.select import micro_batches, pipeline_of
 from megafour.trainer.scaler import LossScaler
 from megafour.trainer.spikes import SpikeGuard
 from megafour.trainer.step import TrainState
@@ -49,7 +51,21 @@ def build_mesh(config: Config, device: torch.device, *, ledger: bool | None = No
     counting = config.logging.traffic if ledger is None else ledger
     ulysses = int(p.context.ulysses) if p.context.ulysses != "auto" else 1
     return Mesh.build(dp=int(p.dp), pp=p.pp, tp=p.tp, cp=p.cp, ulysses=ulysses, inner_ring=p.context.inner_ring or 1,
-                      zero_size=p.zero_size, order=p.order, device=device, ledger=Ledger() if counting else None)
+                      zero_size=p.zero_size, order=p.order, device=device, ledger=Ledger() if counting else None,
+                      two_lanes=runs_pairs(config, device))
+
+
+def runs_pairs(config: Config, device: torch.device) -> bool:
+    """Whether forwards run beside backwards: the schedule has pairs, and there are collectives within them to hide.
+
+    Under ZeRO 3 both halves gather weights over one group, and on GPUs both would need a stream: there the halves of a
+    pair run one after the other.
+    """
+    p = config.parallel
+    if device.type != "cpu" or p.tp * p.cp == 1 or sharing(p)[0] == 3:
+        return False
+    return any(isinstance(step.compute, Pair) for steps in pipeline_of(config).table(micro_batches(config)).steps
+               for step in steps)
 
 
 def sharing_groups(config: Config, mesh: Mesh) -> tuple[Group, Group]:

@@ -21,6 +21,7 @@ from megafour.optim.optimizer import ShardedOptimizer
 from megafour.parallel.data.buckets import GradientBuckets, squared_norm, sync_replicated
 from megafour.parallel.data.reduction import Look
 from megafour.parallel.pipeline.actions import Action, Kind
+from megafour.parallel.pipeline.beside import Beside
 from megafour.parallel.pipeline.executor import run_forward_only, run_schedule
 from megafour.parallel.pipeline.record import Recorder
 from megafour.parallel.pipeline.select import Pipeline
@@ -110,11 +111,12 @@ def forward_backward(state: TrainState, batches: list[MicroBatch], step: int, va
     def before(action: Action) -> None:
         set_phase(state.mesh, "forward" if action.kind is Kind.FORWARD else "backward")
 
+    beside = Beside(state.mesh.lane, state.mesh.waits) if state.mesh.lane is not None else None
     state.buckets.start_reduction(len(batches), look)
     losses = run_schedule(state.pipeline.table(len(batches)), group=state.mesh.group("pp"), channels=state.mesh.channel,
                           chunks=[partial(forward, chunk) for chunk in range(len(stage.decoders))],
                           activation=wire(state, batches), deferral=state.buckets.deferral, before=before,
-                          recorder=state.recorder)
+                          recorder=state.recorder, beside=beside)
     total = torch.stack(losses).double().sum() if losses else torch.zeros((), dtype=torch.float64, device=device)
     return total / state.scaler.scale
 

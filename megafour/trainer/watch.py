@@ -106,9 +106,7 @@ class HangWatch:
 
     def waiting(self) -> list[tuple[str, tuple[int, ...], float]]:
         """What this rank's threads wait for: in words, among which ranks, since how many seconds; training's first."""
-        now, found = self.mesh.waits.now, []
-        if now is not None:
-            found.append((now.words, now.ranks, time.perf_counter() - now.since))
+        found = [(now.words, now.ranks, time.perf_counter() - now.since) for now in self.mesh.waits.all_now]
         for entry in _in_flight():
             found.append((f"{entry['profiling_name'].removeprefix('gloo:')} over {entry['process_group'][-1]}", (),
                           time.time() - entry["time_created_ns"] / 1e9))

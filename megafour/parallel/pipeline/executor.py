@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -10,7 +11,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megafour.comm.group import Group
 from megafour.parallel.grads import Deferral
-from megafour.parallel.pipeline.actions import Action, Kind, Message, Placement, ScheduleError, Table
+from megafour.parallel.pipeline.actions import Action, Kind, Message, Pair, Placement, ScheduleError, Table
+from megafour.parallel.pipeline.beside import Beside
 from megafour.parallel.pipeline.record import Recorder
 from megafour.parallel.pipeline.schedules import forward_only
 from megafour.parallel.pipeline.wire import Activation, Channels, Wire
@@ -23,14 +25,16 @@ BeforeAction = Callable[[Action], None]
 
 def run_schedule(table: Table, *, group: Group, chunks: Sequence[StageForward], activation: Activation,
                  channels: Channels | None = None, deferral: Deferral | None = None,
-                 before: BeforeAction | None = None, recorder: Recorder | None = None) -> list[Tensor]:
+                 before: BeforeAction | None = None, recorder: Recorder | None = None,
+                 beside: Beside | None = None) -> list[Tensor]:
     """Run this rank's row of `table`; gradients accumulate in the parameters.
 
     `group` is the pipeline's, its rank the row; `chunks` holds one forward per stage of this rank; `channels` gives
     the group for each direction between two ranks (without it, all transfers go over `group`). Where the table splits
     a backward, the weight gradients that the layers hand to `deferral` wait for their own action; those of other
-    layers come with the input's. A loss carries its scale already: it is differentiated with gradient 1. Returns the
-    detached losses by micro-batch on the rank that holds the last stage, an empty list elsewhere.
+    layers come with the input's. The forward of a pair runs on the thread of `beside` while this one runs the
+    backward; without it, the forward runs first. A loss carries its scale already: it is differentiated with gradient
+    1. Returns the detached losses by micro-batch on the rank that holds the last stage, an empty list elsewhere.
     """
     run = _Run(table, group, chunks, Wire(table, group, activation, channels), deferral or Deferral())
     for step in table.steps[group.rank]:
@@ -40,10 +44,13 @@ def run_schedule(table: Table, *, group: Group, chunks: Sequence[StageForward], 
         run.fetch(step.parts)
         if recorder is not None:
             recorder.start()
-        for action in step.parts:
-            if before is not None:
-                before(action)
-            run.act(action)
+        if isinstance(step.compute, Pair) and beside is not None:
+            run.together(step.compute, beside, before)
+        else:
+            for action in step.parts:
+                if before is not None:
+                    before(action)
+                run.act(action)
         if recorder is not None:
             recorder.stop(step.compute)
     run.wire.finish()
@@ -98,7 +105,7 @@ class _Run:
     def act(self, action: Action) -> None:
         """Run one action whose input is here."""
         if action.kind is Kind.FORWARD:
-            self._forward(action)
+            self._hand_on(action, *self._forward(action))
         elif action.kind is Kind.BACKWARD:
             self._backward(action)
         elif action.kind is Kind.BACKWARD_INPUT:
@@ -108,23 +115,35 @@ class _Run:
         else:
             self._backward_weight(action)
 
+    def together(self, pair: Pair, beside: Beside, before: BeforeAction | None) -> None:
+        """Run the halves of a pair at the same time; both results are there when it ends."""
+        if before is not None:
+            for action in pair.parts:
+                before(action)
+        result = beside.start(partial(self._forward, pair.forward))
+        self.act(pair.backward)
+        self._hand_on(pair.forward, *result())
+
     def losses(self) -> list[Tensor]:
         """What the last stage gave, by micro-batch; empty on a rank that does not hold it."""
         return [self._outputs[m] for m in sorted(self._outputs)]
 
-    def _forward(self, action: Action) -> None:
-        """One micro-batch through one stage.
+    def _forward(self, action: Action) -> tuple[Tensor | None, Tensor]:
+        """One micro-batch through one stage: (its input, its output)."""
+        source = self._source(action)
+        x = None if source is None else self._inputs.pop(source)
+        if x is not None and torch.is_grad_enabled():
+            x.requires_grad_()
+        return x, self._chunks[action.chunk](action.microbatch, x)
+
+    def _hand_on(self, action: Action, x: Tensor | None, y: Tensor) -> None:
+        """Keep what the backward needs, and give the output on.
 
         Of an output that is sent only its edge in the autograd graph is kept: its memory goes as soon as it has
         left, unless the graph itself saved it.
         """
-        source, product = self._source(action), self._product(action)
-        x = None if source is None else self._inputs.pop(source)
-        training = torch.is_grad_enabled()
-        if x is not None and training:
-            x.requires_grad_()
-        y = self._chunks[action.chunk](action.microbatch, x)
-        if training:
+        product = self._product(action)
+        if torch.is_grad_enabled():
             kept = y if product is None else get_gradient_edge(y)
             self._live[action.microbatch, action.chunk] = (x, kept)
         if product is None:
