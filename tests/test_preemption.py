@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,7 +13,8 @@ from unittest import mock
 import pytest
 
 from megafour.checkpoint import store
-from megafour.trainer import loop
+from megafour.trainer import loop, main
+from megafour.trainer.run_folder import RunFolder
 from megafour.trainer.saving import Saver
 from tests import training
 from tests.training import losses, settings, write_corpus
@@ -51,6 +53,37 @@ def test_a_signal_on_one_rank_at_any_time(pool, tmp_path, where, number, paralle
     assert store.list_steps(tmp_path / "run" / "checkpoints") == [step] == [max(losses(tmp_path))]
 
 
+def signalled_outside_a_step(rank, world, values, where):
+    """Train; this process gets a SIGTERM in the start, or once a step has failed and before anybody has said why."""
+    owner, name = {"start": (main, "open_run_folder"), "failed": (RunFolder, "fail")}[where]
+    real = getattr(owner, name)
+
+    def at(*args, **named):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return real(*args, **named)
+
+    def broken(*args):
+        raise OSError("broken")
+
+    with mock.patch.object(owner, name, at):
+        if where == "failed":
+            with mock.patch.object(loop, "train_step", broken), pytest.raises(OSError, match="broken"):
+                return training.train(rank, world, values)
+            return 1
+        return training.train(rank, world, values)
+
+
+@pytest.mark.parametrize(("where", "state", "reason"), [
+    ("start", "preempted", "SIGTERM"), ("failed", "failed", "rank 0: OSError: broken")])
+def test_a_signal_before_the_first_step_and_one_after_a_failure(pool, tmp_path, where, state, reason):
+    write_corpus(tmp_path / "corpus")
+    values = settings(tmp_path, {}, train={"steps": 4})
+    assert pool.run(signalled_outside_a_step, 1, values, where) == [int(state == "failed")]
+    status = json.loads((tmp_path / "run" / "status.json").read_text())
+    assert status["state"] == state and status["reason"] == reason
+    assert store.list_steps(tmp_path / "run" / "checkpoints") == ([1] if state == "preempted" else [])
+
+
 ONCE = """
 import os, signal, sys, unittest.mock
 import megafour.trainer.loop as loop
@@ -87,7 +120,10 @@ def test_torchrun_starts_a_failed_run_again_where_it_stopped(tmp_path, fault):
     ended = launch(tmp_path, values, fault, 4, "--max-restarts", "2")
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert list(losses(tmp_path)) == list(range(1, 9))
-    assert "step 3, on mesh pp2" in (tmp_path / "run" / "logs" / "rank-0.log").read_text()
+    log = (tmp_path / "run" / "logs" / "rank-0.log").read_text()
+    assert "step 3, on mesh pp2" in log
+    assert re.search(r"rank 1 \(pp1\), pid \d+ on \S+ died .*, so step 5 failed here", log), log
+    assert "rank 0 (pp0)" not in ended.stderr.partition("Root Cause")[2]
     assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "finished"
 
 

@@ -84,8 +84,15 @@ def read_json(path: Path) -> Any:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """The JSON state that was saved with a checkpoint, `step` included."""
-    return read_json(Path(path) / STATE)
+    """The JSON state that was saved with a checkpoint, `step` included.
+
+    Raises:
+        CheckpointError: when it is missing or damaged.
+    """
+    state = read_json(Path(path) / STATE)
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{path / STATE} is damaged: it holds no mapping")
+    return state
 
 
 def check_files(path: Path, sizes: dict[str, int]) -> None:

@@ -24,6 +24,7 @@ from megafour.trainer.changes import check_changes
 from megafour.trainer.lock import RunLock
 
 T = TypeVar("T")
+STOP_FILE = "stop"
 STATES = ("running", "finished", "preempted", "failed")
 
 
@@ -49,7 +50,7 @@ class RunFolder:
     @property
     def stop_file(self) -> Path:
         """`touch` it to end the run after its step, saved."""
-        return self.path / "stop"
+        return self.path / STOP_FILE
 
     def changes(self, config: Config, datasets: Datasets, allowed: Collection[str]) -> list[str]:
         """Lines on the settings that differ from those of the checkpoint that the run goes on from.
@@ -207,21 +208,22 @@ def newest_whole(points: list[Path], group: ProcessGroup | None) -> tuple[Path |
         CheckpointError: where there are checkpoints and none is whole: a run that has got on does not begin again
         unasked.
     """
-    from megafour.checkpoint import store  # no run without a checkpoint should wait for torch's import of them
+    if not points:
+        return None, []
+    from megafour.checkpoint import whole  # no run without a checkpoint should wait for torch's import of them
 
-    skipped: list[str] = []
-    for point in points:
-        try:
-            store.verify(point, group)
-            return point, skipped
-        except CheckpointError as error:
-            skipped.append(f"skipped the newest checkpoint: {error}" if not skipped else f"skipped: {error}")
-            if len(points) == 1:
-                raise CheckpointError(f"{error}; checkpoint.resume=STEP goes on from another") from None
-    if skipped:
-        raise CheckpointError(f"none of {len(points)} checkpoints is whole: {'; '.join(skipped)}; move them away, or "
-                              f"give another run.dir, to begin at step 0")
-    return None, []
+    try:
+        point, damaged = whole.first_whole(points, group)
+    except CheckpointError as error:
+        fix = ("checkpoint.resume=STEP goes on from another" if len(points) == 1 else
+               "move them away, or give another run.dir, to begin at step 0")
+        raise CheckpointError(f"{error}; {fix}") from None
+    return point, skipped_lines(damaged)
+
+
+def skipped_lines(damaged: list[str]) -> list[str]:
+    """A line for each checkpoint that was passed over, by what is wrong with it, the newest first."""
+    return [f"skipped{'' if index else ' the newest checkpoint'}: {text}" for index, text in enumerate(damaged)]
 
 
 def _listed(steps: list[int]) -> str:

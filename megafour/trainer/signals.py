@@ -31,6 +31,10 @@ class StopRequest:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  traceback: TracebackType | None) -> None:
+        self.restore()
+
+    def restore(self) -> None:
+        """Give the signals back their former handlers."""
         for number, former in self._former.items():
             signal.signal(number, former if former is not None else signal.SIG_DFL)
         self._former.clear()
