@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import zlib
 from pathlib import Path
 
 import pytest
@@ -31,7 +32,8 @@ def fake(path: Path, *steps: int) -> None:
         where = checkpoints.step_path(path, step)
         where.mkdir(parents=True)
         (where / "data").write_text("1234")
-        (where / "manifest.json").write_text(json.dumps({"format": 1, "files": {"data": 4}}))
+        (where / "manifest.json").write_text(json.dumps(
+            {"format": 1, "files": {"data": 4}, "crc32": {"data": f"{zlib.crc32(b'1234'):08x}"}}))
 
 
 def write_metrics(path: Path, *steps: int) -> None:

@@ -187,6 +187,7 @@ def resume_points(folder: Path, resume: int | str) -> list[Path]:
                 f"run.dir or run.name, or checkpoint.resume=auto to go on")
         return []
     if resume == "auto":
+        steps = checkpoints.list_steps(folder, complete=False)
         return [checkpoints.step_path(folder, step) for step in reversed(steps)]
     if isinstance(resume, int) or resume.isdecimal():
         if int(resume) not in steps:
