@@ -1,5 +1,6 @@
 """Asked to stop at any time, on any one rank: all agree, save once and end well; torchrun starts a failed run again."""
 
+import contextlib
 import json
 import os
 import re
@@ -125,6 +126,43 @@ def test_torchrun_starts_a_failed_run_again_where_it_stopped(tmp_path, fault):
     assert re.search(r"rank 1 \(pp1\), pid \d+ on \S+ died .*, so step 5 failed here", log), log
     assert "rank 0 (pp0)" not in ended.stderr.partition("Root Cause")[2]
     assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "finished"
+
+
+def test_ranks_whose_torchrun_is_killed_save_and_end(tmp_path):
+    """As a bare SIGUSR1 kills it: they would train on unwatched, and hold the folder against the next start."""
+    write_corpus(tmp_path / "corpus")
+    values = settings(tmp_path, {"pp": 2}, train={"steps": 100000}, checkpoint={"every": 0})
+    (tmp_path / "run.yaml").write_text(json.dumps(values))
+    job = subprocess.Popen([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+                            str(ROOT / "train.py"), "--config", str(tmp_path / "run.yaml")],
+                           stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                           env={**os.environ, "PYTHONPATH": str(ROOT)})
+    ranks: list[int] = []
+    try:
+        wait_until(lambda: len(metric_lines(tmp_path)) >= 2)
+        ranks = [int(pid) for pid in Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()]
+        job.send_signal(signal.SIGUSR1)
+        job.wait(timeout=60)
+        wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in ranks))
+    finally:
+        for pid in (job.pid, *ranks):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    status = json.loads((tmp_path / "run" / "status.json").read_text())
+    assert len(ranks) == 2 and status["state"] == "preempted" and "death of torchrun" in status["reason"]
+    assert store.list_steps(tmp_path / "run" / "checkpoints") == [status["step"]]
+
+
+def metric_lines(folder: Path) -> list[str]:
+    path = folder / "run" / "metrics.jsonl"
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def wait_until(there, seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not there():
+        assert time.monotonic() < end
+        time.sleep(0.05)
 
 
 SLOW_SAVES = """

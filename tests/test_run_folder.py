@@ -238,6 +238,16 @@ def test_a_stop_file_asks_too(tmp_path):
     assert stop.asked() and "stop" in stop.reason
 
 
+def test_torchruns_death_asks_too(monkeypatch):
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    assert StopRequest.torchrun() is None           # a shell that started a run in the background may exit
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
+    stop = StopRequest(launcher=StopRequest.torchrun())
+    assert not stop.asked()
+    monkeypatch.setattr(os, "getppid", lambda: 1)
+    assert stop.asked() and stop.reason.startswith("the death of torchrun")
+
+
 class Full:
     """A disk or a pipe that takes nothing more."""
 

@@ -136,7 +136,8 @@ def train_on(mesh: Mesh, config: Config, launch: Launch, tokenizer: Tokenizer | 
     From the first thing that it does until it has said how it ended a signal to stop only sets a flag: torchrun sends
     one as soon as a rank has died, and the others have yet to write why.
     """
-    with StopRequest(Path(config.run_dir) / STOP_FILE if mesh.rank == 0 else None) as stop:
+    stop_file = Path(config.run_dir) / STOP_FILE if mesh.rank == 0 else None
+    with StopRequest(stop_file, launcher=StopRequest.torchrun()) as stop:
         return _train_until(stop, mesh, config, launch, tokenizer, datasets, allowed)
 
 
