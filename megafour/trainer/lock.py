@@ -27,9 +27,21 @@ class RunLock:
     made elsewhere is watched: a heartbeat means that it is live. Clocks of two machines are never compared.
     """
 
-    def __init__(self, path: Path, beat: float = BEAT, stale: float = STALE) -> None:
+    def __init__(self, path: Path, beat: float = BEAT, stale: float = STALE, key: str = "run.dir",
+                 beside: RunLock | None = None) -> None:
+        """Prepare it.
+
+        Args:
+            path: of the lock.
+            beat, stale: seconds between heartbeats, and without one.
+            key: of the config, which names the folder that it lies in.
+            beside: a lock that this run has taken; whoever held both and is known to be dead need not be watched again.
+        """
+        self.key = key
+        self.dead: str | None = None if beside is None else beside.dead
+        """The token of the one that this lock was taken over from."""
         self.path, self.beat, self.stale = Path(path), beat, stale
-        self.token = uuid.uuid4().hex
+        self.token: str = uuid.uuid4().hex if beside is None else beside.token
         self.machine = machine()
         self.lost = False
         """Whether another run has taken the lock, which happens when this one stood still for long."""
@@ -50,7 +62,8 @@ class RunLock:
             if self._lives(held):
                 raise CheckpointError(
                     f"{self.path.parent} is in use by another run: host {held.get('host')}, pid {held.get('pid')}; end "
-                    f"that run, or give this one another run.dir")
+                    f"that run, or give this one another {self.key}")
+            self.dead = str(held.get("token"))
             self._move_away(held)
         self._thread = threading.Thread(target=self._keep_beating, name="run-lock", daemon=True)
         self._thread.start()
@@ -91,6 +104,8 @@ class RunLock:
             own.unlink(missing_ok=True)
 
     def _lives(self, held: dict[str, Any]) -> bool:
+        if self.dead is not None and held.get("token") == self.dead:
+            return False
         if held.get("machine") == self.machine:
             return started(int(held["pid"])) == held.get("process") is not None
         end = time.monotonic() + self.stale

@@ -36,8 +36,8 @@ class RunFolder:
     checkpoints: Path
     resume_from: Path | None
     """The checkpoint that the run goes on from; None: it starts at step 0."""
-    lock: RunLock | None
-    """Held by the first rank; None on the others."""
+    locks: list[RunLock]
+    """Held by the first rank: of the folder, and of that with the checkpoints. None on the others."""
     group: ProcessGroup | None
     notes: list[str] = field(default_factory=list)
     """Lines that the log should have: checkpoints that were skipped because they are damaged."""
@@ -107,12 +107,11 @@ class RunFolder:
         return first
 
     def close(self) -> None:
-        """Give the lock back. The stop file has been answered and goes too."""
-        if self.lock is not None:
-            if not self.lock.lost and read_status(self.path).get("state") != "running":
-                self.stop_file.unlink(missing_ok=True)
-            self.lock.release()
-            self.lock = None
+        """Give the locks back. The stop file has been answered and goes too."""
+        if self.locks and not self.locks[0].lost and read_status(self.path).get("state") != "running":
+            self.stop_file.unlink(missing_ok=True)
+        while self.locks:
+            self.locks.pop().release()
 
     def _first(self, work: Callable[[], T], what: str) -> T:
         return first_does(work, self.group, what)
@@ -139,6 +138,8 @@ def open_run_folder(config: Config, group: ProcessGroup | None) -> RunFolder:
     def work() -> list[Path]:
         (path / "logs").mkdir(exist_ok=True)
         locks.append(RunLock(path / "lock").acquire())
+        if saved.resolve() != path.resolve():   # a run with another run.dir may save there, and tidy what this writes
+            locks.append(RunLock(saved / "lock", key="checkpoint.dir", beside=locks[0]).acquire())
         checkpoints.tidy(saved)
         step = int(read_status(path).get("step") or 0)
         write_status(path, "running", step)
@@ -148,12 +149,13 @@ def open_run_folder(config: Config, group: ProcessGroup | None) -> RunFolder:
         points = first_does(work, group, f"opening {path}")
         resume_from, notes = newest_whole(points, group)
     except CheckpointError as error:
-        for lock in locks:
+        if locks:
             with contextlib.suppress(OSError):      # a full disk must not take the place of the error itself
                 write_status(path, "failed", int(read_status(path).get("step") or 0), str(error))
+        for lock in locks:
             lock.release()
         raise
-    return RunFolder(path, saved, resume_from, locks[0] if locks else None, group, notes)
+    return RunFolder(path, saved, resume_from, locks, group, notes)
 
 
 def check_resume(config: Config) -> None:
@@ -244,10 +246,10 @@ def set_metrics_aside(path: Path, step: int) -> Path | None:
         return None
     kept: list[str] = []
     later: list[str] = []
-    for line in path.read_text().splitlines():
+    for line in path.read_text(errors="replace").splitlines():
         try:
             (kept if int(json.loads(line)["step"]) <= step else later).append(line + "\n")
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, OverflowError):
             continue
     aside = None
     if later:
@@ -261,7 +263,7 @@ def write_config(folder: Path, text: str) -> None:
     """Write config.yaml; one that differs from it stays as `config-N.yaml`."""
     path = folder / "config.yaml"
     if path.exists():
-        if path.read_text() == text:
+        if path.read_bytes() == text.encode():
             return
         numbers = [int(name.removeprefix("config-")) for name in (p.stem for p in folder.glob("config-*.yaml"))
                    if name.removeprefix("config-").isdecimal()]
@@ -277,11 +279,12 @@ def write_status(folder: Path, state: str, step: int, reason: str | None = None)
 
 
 def read_status(folder: Path) -> dict:
-    """status.json; empty when there is none."""
+    """status.json; empty when there is none, or what is there is none of ours."""
     try:
-        return json.loads((folder / "status.json").read_text())
+        found = json.loads((folder / "status.json").read_text())
     except (OSError, ValueError):
         return {}
+    return found if isinstance(found, dict) and isinstance(found.get("step"), int) else {}
 
 
 def _replace(path: Path, text: str) -> None:
