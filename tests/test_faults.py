@@ -3,6 +3,7 @@
 import json
 import os
 import resource
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -134,7 +135,7 @@ def unwritable(rank, world, values):
 
     def save(self, *args):
         if rank == 0:
-            self.folder.rmdir()
+            shutil.rmtree(self.folder)      # but for the lock it is empty
             self.folder.write_text("")
         return real(self, *args)
 
