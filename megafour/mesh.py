@@ -264,7 +264,13 @@ class Mesh:
         return cls(sizes, coords, here, device, groups, ledger, device_mesh, waits, lane)
 
     def kv_replicas(self, num_kv_heads: int) -> Group:
-        """The tp ranks that hold the same K/V heads (tp > K/V heads); a group of one elsewhere."""
+        """The tp ranks that hold the same K/V heads (tp > K/V heads); a group of one elsewhere.
+
+        Made at the first call, which all ranks make together, and one of the mesh's groups from then on.
+        """
+        name = f"kv {num_kv_heads}"
+        if name in self.groups:
+            return self.groups[name]
         tp = self.group("tp")
         width = tp.size // num_kv_heads if tp.size > num_kv_heads else 1
         first = tp.rank // width * width
@@ -272,7 +278,8 @@ class Mesh:
         known: Known = {tp.ranks: tp.pg}
         if tp.pg is None:
             known[ranks] = None
-        return replace(_new_group("kv", [ranks], self.rank, self.ledger, known), waits=self.waits)
+        self.groups[name] = replace(_new_group("kv", [ranks], self.rank, self.ledger, known), waits=self.waits)
+        return self.groups[name]
 
     def shorten_timeout(self, timeout: timedelta) -> None:
         """From the long timeout of start-up to that of steady steps, on every group."""

@@ -5,6 +5,7 @@ import json
 import pickle
 import re
 import shutil
+import zlib
 from pathlib import Path
 
 import pytest
@@ -177,6 +178,11 @@ def damage(path: Path, how: str) -> None:
         (path / "state.json").write_text((path / "state.json").read_text().replace("5", "6", 1))
     elif how == "manifest":
         (path / "manifest.json").write_bytes((path / "manifest.json").read_bytes()[:-9])
+    elif how == "sums":     # a single bit
+        (path / "manifest.json").write_text((path / "manifest.json").read_text().replace('"crc32"', '"Crc32"'))
+    elif how == "one sum":
+        text = (path / "manifest.json").read_text()
+        (path / "manifest.json").write_text(re.sub(r'("crc32": {\n)[^\n]*\n', r"\1", text))
     elif how == "index":
         (path / ".metadata").write_bytes((path / ".metadata").read_bytes()[:-1])
 
@@ -185,6 +191,8 @@ def damage(path: Path, how: str) -> None:
                                           ("missing", "__1_0.distcp is missing"), ("index", ".metadata has"),
                                           ("bit", "__1_0.distcp has the checksum [0-9a-f]{8} instead of [0-9a-f]{8}"),
                                           ("state", "state.json has the checksum"),
+                                          ("sums", "manifest.json is damaged: KeyError: 'crc32'"),
+                                          ("one sum", "manifest.json is damaged: it has a size without a checksum"),
                                           ("manifest", "manifest.json cannot be read")])
 def test_a_damaged_checkpoint_is_refused_alike(pool, tmp_path, how, message):
     pool.run(save_layout, 2, str(tmp_path), "zero", 1)
@@ -321,7 +329,8 @@ def fake(path: Path, *steps: int) -> None:
         where = folder.step_path(path, step)
         where.mkdir(parents=True)
         (where / "data").write_text("1234")
-        (where / "manifest.json").write_text(json.dumps({"format": 1, "files": {"data": 4}}))
+        (where / "manifest.json").write_text(json.dumps(
+            {"format": 1, "files": {"data": 4}, "crc32": {"data": f"{zlib.crc32(b'1234'):08x}"}}))
 
 
 def test_newest_is_by_number_and_pruning_keeps_what_it_should(tmp_path):

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import time
+from datetime import timedelta
+
 import pytest
 import torch
 
 from megafour.comm import primitives, regions
 from megafour.comm.group import solo
 from megafour.comm.ledger import Ledger
+from megafour.comm.objects import gather_objects
 from megafour.mesh import Mesh
 
 
@@ -125,3 +129,31 @@ def test_each_direction_between_stages_has_a_group_that_both_ends_find(pool, wor
     """torch names a group by how many its maker has: unequal numbers would let the two ends wait for ever."""
     assert pool.run(through_channels, world, timeout=60) == [
         [(rank - 1) % world, (rank + 1) % world] for rank in range(world)]
+
+
+def late_values(rank: int, world: int) -> tuple[list[int], float, float]:
+    """What every rank gave, the last one half a second late; how long this rank waited; rows in the ledger."""
+    mesh = Mesh.build(tp=world, ledger=Ledger())
+    gather_objects(0, mesh.group("world"))
+    mesh.waits.take()
+    if rank == world - 1:
+        time.sleep(0.5)
+    return gather_objects(rank, mesh.group("world")), mesh.waits.take(), len(mesh.ledger.rows())
+
+
+def test_waiting_for_values_is_no_time_of_ones_own_and_no_traffic(pool) -> None:
+    (values, first, _), (_, last, rows) = pool.run(late_values, 2)
+    assert values == [0, 1] and first > 0.4 and last < 0.4 and rows == 0
+
+
+def timeouts(rank: int, world: int) -> set[timedelta]:
+    """Of every process group in this process, once the mesh's were shortened."""
+    mesh = Mesh.build(tp=world)
+    assert mesh.kv_replicas(2) is mesh.kv_replicas(2) and mesh.kv_replicas(2).size == world // 2
+    mesh.shorten_timeout(timedelta(seconds=77))
+    groups = [mesh.kv_replicas(2), *mesh.groups.values()]
+    return {group.pg._get_backend(torch.device("cpu")).options._timeout for group in groups if group.pg is not None}
+
+
+def test_a_shorter_timeout_reaches_every_group(pool) -> None:
+    assert pool.run(timeouts, 4) == [{timedelta(seconds=77)}] * 4

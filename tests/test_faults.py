@@ -3,6 +3,7 @@
 import json
 import os
 import resource
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -69,15 +70,17 @@ def test_a_damaged_checkpoint_is_skipped_unless_it_was_asked_for_by_name(tmp_pat
     fake(tmp_path, 5, 10, 20)
     (tmp_path / "step-00000010" / "data").write_text("123")
     (tmp_path / "step-00000020" / "manifest.json").write_text("{")
+    (tmp_path / "step-00000015").mkdir()
     for resume in ("auto", str(tmp_path)):
         point, notes = newest_whole(resume_points(tmp_path, resume), None)
         assert point.name == "step-00000005"
-        assert len(notes) == 2 and "data has 3 bytes instead of 4" in notes[1] and "step-00000020" in notes[0]
+        assert len(notes) == 3 and "data has 3 bytes instead of 4" in notes[2] and "step-00000020" in notes[0]
+        assert "step-00000015 is not a whole checkpoint: it has no manifest.json" in notes[1]
     for resume in (10, str(tmp_path / "step-00000010")):
         with pytest.raises(CheckpointError, match="data has 3 bytes instead of 4; checkpoint.resume=STEP goes on"):
             newest_whole(resume_points(tmp_path, resume), None)
     (tmp_path / "step-00000005" / "data").unlink()
-    with pytest.raises(CheckpointError, match="none of 3 checkpoints is whole: .*data is missing; move them away"):
+    with pytest.raises(CheckpointError, match="none of 4 checkpoints is whole: .*data is missing; move them away"):
         newest_whole(resume_points(tmp_path, "auto"), None)
 
 
@@ -132,7 +135,7 @@ def unwritable(rank, world, values):
 
     def save(self, *args):
         if rank == 0:
-            self.folder.rmdir()
+            shutil.rmtree(self.folder)      # but for the lock it is empty
             self.folder.write_text("")
         return real(self, *args)
 

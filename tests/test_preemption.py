@@ -1,7 +1,9 @@
 """Asked to stop at any time, on any one rank: all agree, save once and end well; torchrun starts a failed run again."""
 
+import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,7 +14,8 @@ from unittest import mock
 import pytest
 
 from megafour.checkpoint import store
-from megafour.trainer import loop
+from megafour.trainer import loop, main
+from megafour.trainer.run_folder import RunFolder
 from megafour.trainer.saving import Saver
 from tests import training
 from tests.training import losses, settings, write_corpus
@@ -51,6 +54,37 @@ def test_a_signal_on_one_rank_at_any_time(pool, tmp_path, where, number, paralle
     assert store.list_steps(tmp_path / "run" / "checkpoints") == [step] == [max(losses(tmp_path))]
 
 
+def signalled_outside_a_step(rank, world, values, where):
+    """Train; this process gets a SIGTERM in the start, or once a step has failed and before anybody has said why."""
+    owner, name = {"start": (main, "open_run_folder"), "failed": (RunFolder, "fail")}[where]
+    real = getattr(owner, name)
+
+    def at(*args, **named):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return real(*args, **named)
+
+    def broken(*args):
+        raise OSError("broken")
+
+    with mock.patch.object(owner, name, at):
+        if where == "failed":
+            with mock.patch.object(loop, "train_step", broken), pytest.raises(OSError, match="broken"):
+                return training.train(rank, world, values)
+            return 1
+        return training.train(rank, world, values)
+
+
+@pytest.mark.parametrize(("where", "state", "reason"), [
+    ("start", "preempted", "SIGTERM"), ("failed", "failed", "rank 0: OSError: broken")])
+def test_a_signal_before_the_first_step_and_one_after_a_failure(pool, tmp_path, where, state, reason):
+    write_corpus(tmp_path / "corpus")
+    values = settings(tmp_path, {}, train={"steps": 4})
+    assert pool.run(signalled_outside_a_step, 1, values, where) == [int(state == "failed")]
+    status = json.loads((tmp_path / "run" / "status.json").read_text())
+    assert status["state"] == state and status["reason"] == reason
+    assert store.list_steps(tmp_path / "run" / "checkpoints") == ([1] if state == "preempted" else [])
+
+
 ONCE = """
 import os, signal, sys, unittest.mock
 import megafour.trainer.loop as loop
@@ -87,8 +121,48 @@ def test_torchrun_starts_a_failed_run_again_where_it_stopped(tmp_path, fault):
     ended = launch(tmp_path, values, fault, 4, "--max-restarts", "2")
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert list(losses(tmp_path)) == list(range(1, 9))
-    assert "step 3, on mesh pp2" in (tmp_path / "run" / "logs" / "rank-0.log").read_text()
+    log = (tmp_path / "run" / "logs" / "rank-0.log").read_text()
+    assert "step 3, on mesh pp2" in log
+    assert re.search(r"rank 1 \(pp1\), pid \d+ on \S+ died .*, so step 5 failed here", log), log
+    assert "rank 0 (pp0)" not in ended.stderr.partition("Root Cause")[2]
     assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "finished"
+
+
+def test_ranks_whose_torchrun_is_killed_save_and_end(tmp_path):
+    """As a bare SIGUSR1 kills it: they would train on unwatched, and hold the folder against the next start."""
+    write_corpus(tmp_path / "corpus")
+    values = settings(tmp_path, {"pp": 2}, train={"steps": 100000}, checkpoint={"every": 0})
+    (tmp_path / "run.yaml").write_text(json.dumps(values))
+    job = subprocess.Popen([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+                            str(ROOT / "train.py"), "--config", str(tmp_path / "run.yaml")],
+                           stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                           env={**os.environ, "PYTHONPATH": str(ROOT)})
+    ranks: list[int] = []
+    try:
+        wait_until(lambda: len(metric_lines(tmp_path)) >= 2)
+        ranks = [int(pid) for pid in Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()]
+        job.send_signal(signal.SIGUSR1)
+        job.wait(timeout=60)
+        wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in ranks))
+    finally:
+        for pid in (job.pid, *ranks):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    status = json.loads((tmp_path / "run" / "status.json").read_text())
+    assert len(ranks) == 2 and status["state"] == "preempted" and "death of torchrun" in status["reason"]
+    assert store.list_steps(tmp_path / "run" / "checkpoints") == [status["step"]]
+
+
+def metric_lines(folder: Path) -> list[str]:
+    path = folder / "run" / "metrics.jsonl"
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def wait_until(there, seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not there():
+        assert time.monotonic() < end
+        time.sleep(0.05)
 
 
 SLOW_SAVES = """

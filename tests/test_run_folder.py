@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import zlib
 from pathlib import Path
 
 import pytest
@@ -31,7 +32,8 @@ def fake(path: Path, *steps: int) -> None:
         where = checkpoints.step_path(path, step)
         where.mkdir(parents=True)
         (where / "data").write_text("1234")
-        (where / "manifest.json").write_text(json.dumps({"format": 1, "files": {"data": 4}}))
+        (where / "manifest.json").write_text(json.dumps(
+            {"format": 1, "files": {"data": 4}, "crc32": {"data": f"{zlib.crc32(b'1234'):08x}"}}))
 
 
 def write_metrics(path: Path, *steps: int) -> None:
@@ -86,6 +88,56 @@ def test_a_lock_of_another_machine_is_judged_by_its_heartbeat(tmp_path):
     second.release()
 
 
+def test_who_held_two_locks_and_is_dead_is_watched_once(tmp_path):
+    folders = [tmp_path / "run", tmp_path / "saved"]
+    for folder in folders:
+        folder.mkdir()
+    first = RunLock(folders[0] / "lock").acquire()
+    beside = RunLock(folders[1] / "lock", beside=first).acquire()
+    for lock in (first, beside):
+        lock._end.set()
+        lock._thread.join()
+    second = RunLock(folders[0] / "lock", stale=0.2)
+    second.machine = "elsewhere"
+    second.acquire()
+    other = RunLock(folders[1] / "lock", stale=1e6, beside=second)
+    other.machine = "elsewhere"
+    other.acquire().release()
+    second.release()
+
+
+def test_a_run_that_saves_where_another_one_does_is_refused(tmp_path):
+    """With a folder of its own: it would set the other's checkpoints aside and clear what it is writing."""
+    first = open_run_folder(config(tmp_path / "a"), None)
+    fake(first.checkpoints, 2)
+    (first.checkpoints / "step-00000004.tmp").mkdir()
+    shared = config(tmp_path / "b", checkpoint__dir=str(first.checkpoints))
+    with pytest.raises(CheckpointError, match="a/checkpoints is in use by another run: .* another checkpoint.dir"):
+        open_run_folder(shared, None)
+    assert (first.checkpoints / "step-00000004.tmp").is_dir() and not (tmp_path / "b" / "lock").exists()
+    first.close()
+    second = open_run_folder(shared, None)
+    assert second.resume_from == first.checkpoints / "step-00000002"
+    second.close()
+    assert not list(tmp_path.rglob("lock*"))
+
+
+@pytest.mark.parametrize("text", ["[]", "null", '{"step": "x"}', '{"step": 1e999}', '{"state": "running"}', "\0\0"])
+def test_what_a_crash_left_of_the_small_files_ends_no_start(tmp_path, text):
+    run = open_run_folder(config(tmp_path), None)
+    run.close()
+    (tmp_path / "status.json").write_text(text)
+    (tmp_path / "config.yaml").write_bytes(b"\xff" + text.encode())
+    write_metrics(tmp_path, 1, 2)
+    with open(tmp_path / "metrics.jsonl", "ab") as file:
+        file.write(b"\xff\n" + text.encode() + b"\n")
+    assert read_status(tmp_path) == {}
+    run = open_run_folder(config(tmp_path), None)
+    run.begin(1, config(tmp_path))
+    assert steps_in(tmp_path / "metrics.jsonl") == [1] and read_status(tmp_path)["state"] == "running"
+    run.close()
+
+
 def test_a_damaged_lock_is_taken_over(tmp_path):
     (tmp_path / "lock").write_text("{")
     RunLock(tmp_path / "lock", stale=0.2).acquire().release()
@@ -123,7 +175,7 @@ def test_resuming_an_older_step_sets_later_things_aside_once_it_has_begun(tmp_pa
     assert run.resume_from.name == "step-00000004"
     assert checkpoints.list_steps(run.checkpoints) == [2, 4, 6]      # nothing is moved before the load has succeeded
     run.begin(4, config(tmp_path, 4))
-    assert sorted(p.name for p in run.checkpoints.iterdir()) == [
+    assert sorted(p.name for p in run.checkpoints.glob("step-*")) == [
         "step-00000002", "step-00000004", "step-00000006.abandoned"]
     assert steps_in(tmp_path / "metrics.jsonl") == [1, 2, 3, 4]
     assert steps_in(tmp_path / "metrics.jsonl.abandoned") == [5, 6, 7]
@@ -196,7 +248,7 @@ def open_as_rank(rank, world, path, resume):
         return str(error)
     run.begin(5, config(Path(path), resume))
     run.status("preempted", 5, "SIGTERM")
-    result = str(run.resume_from), run.lock is not None
+    result = str(run.resume_from), bool(run.locks)
     dist.barrier()
     run.close()
     return result
@@ -234,6 +286,16 @@ def test_a_stop_file_asks_too(tmp_path):
     assert not stop.asked()
     (tmp_path / "stop").touch()
     assert stop.asked() and "stop" in stop.reason
+
+
+def test_torchruns_death_asks_too(monkeypatch):
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    assert StopRequest.torchrun() is None           # a shell that started a run in the background may exit
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
+    stop = StopRequest(launcher=StopRequest.torchrun())
+    assert not stop.asked()
+    monkeypatch.setattr(os, "getppid", lambda: 1)
+    assert stop.asked() and stop.reason.startswith("the death of torchrun")
 
 
 class Full:

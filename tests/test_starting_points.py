@@ -95,6 +95,48 @@ def test_from_a_checkpoint_of_another_mesh_with_and_without_its_optimizer(pool, 
             assert torch.equal(got, stored[name][place] if taken else torch.zeros_like(got)), name
 
 
+@pytest.mark.parametrize("name", ["__1_0.distcp", "config.yaml"])
+def test_of_a_run_folder_the_newest_whole_checkpoint_is_taken(pool, tmp_path, name):
+    """Whether its shards are damaged, which only the ranks together find, or what is read before they meet."""
+    write_corpus(tmp_path / "corpus")
+    source = tmp_path / "run" / "checkpoints"
+    assert pool.run(train, 2, settings(tmp_path, {"tp": 2}, train={"steps": 6}, checkpoint={"every": 2})) == [0, 0]
+    damage(source / "step-00000006" / name)
+    values = started(tmp_path, {"pp": 2}, tmp_path / "run", train={"steps": 1}, run={"dir": str(tmp_path / "new")})
+    check_start(resolve(config_from(values), 2))
+    assert pool.run(train, 2, values) == [0, 0]
+    log = (tmp_path / "new" / "logs" / "rank-0.log").read_text()
+    skipped, taken = (next(line for line in log.splitlines() if word in line) for word in ("skipped", "taken from"))
+    assert f"{source / 'step-00000006'} is damaged: {name} has" in skipped and "step-00000004, at step 0" in taken
+    for step in (2, 4):
+        damage(source / f"step-0000000{step}" / name)
+    values["run"]["dir"] = str(tmp_path / "newer")
+    if name == "config.yaml":
+        with pytest.raises(ConfigError, match="checkpoint.init_from=.*none of 3 checkpoints is whole"):
+            check_start(resolve(config_from(values), 2))
+    else:
+        assert pool.run(train, 2, values) == [1, 1]
+        assert "none of 3 checkpoints is whole" in (tmp_path / "newer" / "status.json").read_text()
+
+
+def damage(path: Path) -> None:
+    """Another byte in the middle of a file."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def test_a_starting_point_that_cannot_be_read_is_refused_at_start(pool, tmp_path):
+    write_corpus(tmp_path / "corpus")
+    assert pool.run(train, 1, settings(tmp_path, {}, train={"steps": 1})) == [0]
+    source = tmp_path / "run" / "checkpoints" / "step-00000001"
+    config = resolve(config_from(started(tmp_path, {}, source, run={"dir": str(tmp_path / "new")})), 1)
+    for text in ("[]", "{", None):
+        (source / "state.json").unlink() if text is None else (source / "state.json").write_text(text)
+        with pytest.raises(ConfigError, match="checkpoint.init_from=.*state.json"):
+            check_start(config)
+
+
 def test_its_own_checkpoint_comes_before_the_starting_point(pool, tmp_path):
     save_model("llama", tmp_path / "hf")
     write_corpus(tmp_path / "corpus")

@@ -30,12 +30,16 @@ def step_path(folder: Path, step: int) -> Path:
     return Path(folder) / f"step-{step:08d}"
 
 
-def list_steps(folder: Path) -> list[int]:
-    """Steps of the complete checkpoints, ascending by number. Interrupted and abandoned ones have other names."""
+def list_steps(folder: Path, complete: bool = True) -> list[int]:
+    """Steps of the complete checkpoints, ascending by number. Interrupted and abandoned ones have other names.
+
+    `complete=False`: with those that lack their manifest. A save gives no such folder its name, so it was damaged
+    later: whoever looks for the newest whole one has to say that it was passed over.
+    """
     found = []
     for path in Path(folder).iterdir() if Path(folder).is_dir() else ():
         match = _STEP.fullmatch(path.name)
-        if match and (path / MANIFEST).is_file():
+        if match and ((path / MANIFEST).is_file() if complete else path.is_dir()):
             found.append(int(match[1]))
     return sorted(found)
 
@@ -47,16 +51,18 @@ def newest(folder: Path) -> Path | None:
 
 
 def find(path: Path) -> Path:
-    """The checkpoint that a user means: a checkpoint itself, or the newest one of a run's or of a checkpoints folder.
+    """The checkpoint that a user means: a checkpoint itself, or the newest complete one of a run's or of a checkpoints
+    folder.
 
     Raises:
         CheckpointError: when there is none.
     """
-    return find_all(path)[0]
+    found = find_all(path)
+    return next((one for one in found if (one / MANIFEST).is_file()), found[0])
 
 
 def find_all(path: Path) -> list[Path]:
-    """As `find`, with the older ones of a folder after it, the newest first.
+    """As `find`, with the older ones of a folder after it, the newest first; any of them may be damaged.
 
     Raises:
         CheckpointError: when there is none.
@@ -65,7 +71,7 @@ def find_all(path: Path) -> list[Path]:
     if (path / MANIFEST).is_file():
         return [path]
     for folder in (path / "checkpoints", path):
-        steps = list_steps(folder)
+        steps = list_steps(folder, complete=False)
         if steps:
             return [step_path(folder, step) for step in reversed(steps)]
     raise CheckpointError(f"{path} is neither a whole checkpoint nor a folder that holds one")
@@ -84,8 +90,15 @@ def read_json(path: Path) -> Any:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """The JSON state that was saved with a checkpoint, `step` included."""
-    return read_json(Path(path) / STATE)
+    """The JSON state that was saved with a checkpoint, `step` included.
+
+    Raises:
+        CheckpointError: when it is missing or damaged.
+    """
+    state = read_json(Path(path) / STATE)
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{path / STATE} is damaged: it holds no mapping")
+    return state
 
 
 def check_files(path: Path, sizes: dict[str, int]) -> None:
@@ -125,9 +138,12 @@ def check_manifest(path: Path) -> dict[str, int]:
         raise CheckpointError(f"{path} has format {found}; this version reads format {FORMAT}")
     try:
         sizes = {str(name): int(size) for name, size in manifest["files"].items()}
-        sums = {str(name): int(value, 16) for name, value in manifest.get("crc32", {}).items()}
+        sums = {str(name): int(value, 16) for name, value in manifest["crc32"].items()}
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path / MANIFEST} is damaged: {type(error).__name__}: {error}") from None
+    if sizes.keys() != sums.keys():
+        raise CheckpointError(f"{path / MANIFEST} is damaged: it has a size without a checksum, or the other way "
+                              f"round, of {listed(sorted(sizes.keys() ^ sums.keys()))}")
     check_files(path, sizes)
     return sums
 

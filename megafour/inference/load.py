@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 
-from megafour.checkpoint import huggingface, store
+from megafour.checkpoint import huggingface, store, whole
 from megafour.checkpoint.agreement import rank_in
 from megafour.checkpoint.errors import CheckpointError
 from megafour.checkpoint.tensors import LogicalTensor
+from megafour.checkpoint.whole import sound_at_a_glance
 from megafour.config.huggingface import huggingface_family, read_huggingface
 from megafour.config.load import load_config
 from megafour.config.rules import resolve
@@ -57,22 +58,10 @@ def find_models(path: Path) -> list[Path]:
         CheckpointError: where there is none, or none is whole.
     """
     models = [Path(path)] if huggingface.is_huggingface(Path(path)) else store.find_all(Path(path))
-    if len(models) == 1:
-        return models       # it was named itself, or has no other to take its place: checked where it is read
-    whole: list[Path] = []
-    damaged: list[str] = []
-    for model in models:
-        try:
-            store.check_small(model)
-            whole.append(model)
-        except CheckpointError as error:
-            damaged.append(str(error))
-    if not whole:
-        raise CheckpointError(f"none of {len(models)} checkpoints is whole: {'; '.join(damaged)}")
-    if models[0] not in whole and Launch.from_environment().rank == 0:
-        for text in damaged:
-            print(f"skipped: {text}", file=sys.stderr, flush=True)
-    return whole
+    sound, damaged = sound_at_a_glance(models)
+    if models[0] not in sound and Launch.from_environment().rank == 0:
+        _say_skipped(damaged)
+    return sound
 
 
 def first_whole(models: list[Path], group: ProcessGroup | None) -> Path:
@@ -81,20 +70,17 @@ def first_whole(models: list[Path], group: ProcessGroup | None) -> Path:
     Raises:
         CheckpointError: on all ranks alike, where none is.
     """
-    damaged: list[str] = []
-    for model in models:
-        if huggingface.is_huggingface(model):
-            return model        # it carries no checksums
-        try:
-            store.verify(model, group)
-            return model
-        except CheckpointError as error:
-            if len(models) == 1:
-                raise
-            damaged.append(str(error))
-            if rank_in(group) == 0:
-                print(f"skipped: {error}", file=sys.stderr, flush=True)
-    raise CheckpointError(f"none of {len(models)} checkpoints is whole: {'; '.join(damaged)}")
+    if huggingface.is_huggingface(models[0]):
+        return models[0]        # it carries no checksums
+    model, damaged = whole.first_whole(models, group)
+    if rank_in(group) == 0:
+        _say_skipped(damaged)
+    return model
+
+
+def _say_skipped(damaged: list[str]) -> None:
+    for text in damaged:
+        print(f"skipped: {text}", file=sys.stderr, flush=True)
 
 
 def model_settings(folder: Path, overrides: list[str] | None = None, precision: str = "fp32") -> Config:

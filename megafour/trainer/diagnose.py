@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-import torch.distributed as dist
 
+from megafour.comm.objects import gather_objects
 from megafour.data.batch import MicroBatch
 from megafour.parallel.data.bucket import Bucket
 from megafour.parallel.pieces import named_pieces, pieces_of
@@ -29,10 +29,7 @@ def not_finite(state: TrainState, batches: list[MicroBatch], step: int) -> str:
         name = next((p.name for _, p in reversed(list(named_pieces(state.stage))) if p.name in bad), None)
         if name is not None and mine is None:
             mine = (state.mesh.describe(), name, batch.samples.tolist())
-    found = [mine]
-    if dist.is_initialized() and state.mesh.world > 1:
-        found = [None] * state.mesh.world
-        dist.all_gather_object(found, mine)
+    found = gather_objects(mine, state.mesh.group("world"))
     state.buckets.zero()
     named = [f for f in found if f is not None]
     if not named:
@@ -52,11 +49,7 @@ def _look(bad: set[str], bucket: Bucket) -> None:
 def samples(state: TrainState, batches: list[MicroBatch]) -> str:
     """The numbers of the global batch's samples, as data.skip_samples takes them: `40-47`. All ranks call it."""
     mine = [int(number) for batch in batches for number in batch.samples]
-    found: list[list[int]] = [mine]
-    if dist.is_initialized() and state.mesh.world > 1:
-        found = [[]] * state.mesh.world
-        dist.all_gather_object(found, mine)
-    numbers = sorted({number for part in found for number in part})
+    numbers = sorted({number for part in gather_objects(mine, state.mesh.group("world")) for number in part})
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:
@@ -77,13 +70,9 @@ def parameter_norms(state: TrainState) -> list[str]:
                 w, g = local.get(piece.name, (0.0, 0.0))
                 local[piece.name] = (w + float(master[a:b].double().square().sum()),
                                      g + float(grads[a:b].double().square().sum()))
-    everyone: list[dict[str, tuple[float, float]] | None] = [local]
-    if state.mesh.world > 1:
-        everyone = [None] * state.mesh.world
-        dist.all_gather_object(everyone, local)
     total: dict[str, tuple[float, float]] = {}
-    for part in everyone:
-        for name, (w, g) in (part or {}).items():
+    for part in gather_objects(local, state.mesh.group("world")):
+        for name, (w, g) in part.items():
             old = total.get(name, (0.0, 0.0))
             total[name] = (old[0] + w, old[1] + g)
     return [f"{name}: weight norm {w**0.5:.6g}, gradient norm {g**0.5:.6g}" for name, (w, g) in sorted(total.items())]

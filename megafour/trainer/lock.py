@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megafour.checkpoint.errors import CheckpointError
+from megafour.trainer.peers import machine, started
 
 BEAT = 5.0
 """Seconds between heartbeats."""
@@ -26,10 +27,22 @@ class RunLock:
     made elsewhere is watched: a heartbeat means that it is live. Clocks of two machines are never compared.
     """
 
-    def __init__(self, path: Path, beat: float = BEAT, stale: float = STALE) -> None:
+    def __init__(self, path: Path, beat: float = BEAT, stale: float = STALE, key: str = "run.dir",
+                 beside: RunLock | None = None) -> None:
+        """Prepare it.
+
+        Args:
+            path: of the lock.
+            beat, stale: seconds between heartbeats, and without one.
+            key: of the config, which names the folder that it lies in.
+            beside: a lock that this run has taken; whoever held both and is known to be dead need not be watched again.
+        """
+        self.key = key
+        self.dead: str | None = None if beside is None else beside.dead
+        """The token of the one that this lock was taken over from."""
         self.path, self.beat, self.stale = Path(path), beat, stale
-        self.token = uuid.uuid4().hex
-        self.machine = _machine()
+        self.token: str = uuid.uuid4().hex if beside is None else beside.token
+        self.machine = machine()
         self.lost = False
         """Whether another run has taken the lock, which happens when this one stood still for long."""
         self._end = threading.Event()
@@ -49,7 +62,8 @@ class RunLock:
             if self._lives(held):
                 raise CheckpointError(
                     f"{self.path.parent} is in use by another run: host {held.get('host')}, pid {held.get('pid')}; end "
-                    f"that run, or give this one another run.dir")
+                    f"that run, or give this one another {self.key}")
+            self.dead = str(held.get("token"))
             self._move_away(held)
         self._thread = threading.Thread(target=self._keep_beating, name="run-lock", daemon=True)
         self._thread.start()
@@ -67,7 +81,7 @@ class RunLock:
     def _content(self) -> str:
         self._count += 1
         return json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "heartbeat": time.time(),
-                           "beats": self._count, "machine": self.machine, "process": _started(os.getpid()),
+                           "beats": self._count, "machine": self.machine, "process": started(os.getpid()),
                            "token": self.token})
 
     def _create(self) -> bool:
@@ -90,8 +104,10 @@ class RunLock:
             own.unlink(missing_ok=True)
 
     def _lives(self, held: dict[str, Any]) -> bool:
+        if self.dead is not None and held.get("token") == self.dead:
+            return False
         if held.get("machine") == self.machine:
-            return _started(int(held["pid"])) == held.get("process") is not None
+            return started(int(held["pid"])) == held.get("process") is not None
         end = time.monotonic() + self.stale
         while time.monotonic() < end:
             time.sleep(min(1.0, self.stale / 10))
@@ -141,32 +157,3 @@ def _read(path: Path) -> dict[str, Any] | None:
         except (OSError, ValueError):
             time.sleep(0.05)        # it may be half written
     return {}
-
-
-def _machine() -> str:
-    """Names this boot of this machine and its process numbers' namespace: within it a pid says who lives."""
-    parts = [socket.gethostname()]
-    try:
-        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
-        parts.append(os.readlink("/proc/self/ns/pid"))
-    except OSError:
-        pass
-    return " ".join(parts)
-
-
-def _started(pid: int) -> str | None:
-    """When a living process began, which tells it from a later one under the same number; None for a dead one."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return None if fields[0] in "ZX" else fields[19]
-    except OSError:
-        pass
-    if Path("/proc/self/stat").exists():
-        return None
-    try:
-        os.kill(pid, 0)
-        return "alive"
-    except ProcessLookupError:
-        return None
-    except PermissionError:
-        return "alive"

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from megafour.checkpoint.errors import CheckpointError
 from megafour.comm import primitives
 from megafour.config.load import to_yaml
 from megafour.config.schema import Config
@@ -315,9 +316,12 @@ class Run:
 
         saved = store.load(path, logical_tensors(self.state), self.group, cast=True,
                            verified=verified)
-        restore_small_state(self.state, saved)
-        self.progress = Progress(saved["step"], saved["consumed_samples"], saved["consumed_tokens"],
-                                 saved["skipped_steps"], saved.get("skipped_in_a_row", 0))
+        try:
+            restore_small_state(self.state, saved)
+            self.progress = Progress(int(saved["step"]), int(saved["consumed_samples"]), int(saved["consumed_tokens"]),
+                                     int(saved["skipped_steps"]), int(saved.get("skipped_in_a_row", 0)))
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"{path}: its state.json is no run's: {type(error).__name__}: {error}") from None
         if "data" in saved:
             for line in go_on(self.datasets.train, saved["data"], self.progress.consumed_samples):
                 self.log.say(line)

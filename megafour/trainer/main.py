@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import traceback
 from collections.abc import Collection
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -28,7 +29,8 @@ from megafour.trainer.logs import RankLog
 from megafour.trainer.loop import Run, TrainingError
 from megafour.trainer.memory import keep_heap
 from megafour.trainer.metrics import Metrics
-from megafour.trainer.run_folder import RunFolder, check_resume, open_run_folder
+from megafour.trainer.peers import lost
+from megafour.trainer.run_folder import STOP_FILE, RunFolder, check_resume, open_run_folder
 from megafour.trainer.setup import build_mesh, build_state, choose_device
 from megafour.trainer.signals import StopRequest
 from megafour.trainer.starting import check_start, start_from
@@ -129,11 +131,24 @@ def train(config: Config, launch: Launch, device: torch.device, tokenizer: Token
 
 def train_on(mesh: Mesh, config: Config, launch: Launch, tokenizer: Tokenizer | None, datasets: Datasets,
              allowed: Collection[str] = ()) -> int:
-    """Train on a mesh that is there already; returns the exit code."""
+    """Train on a mesh that is there already; returns the exit code.
+
+    From the first thing that it does until it has said how it ended a signal to stop only sets a flag: torchrun sends
+    one as soon as a rank has died, and the others have yet to write why.
+    """
+    stop_file = Path(config.run_dir) / STOP_FILE if mesh.rank == 0 else None
+    with StopRequest(stop_file, launcher=StopRequest.torchrun()) as stop:
+        return _train_until(stop, mesh, config, launch, tokenizer, datasets, allowed)
+
+
+def _train_until(stop: StopRequest, mesh: Mesh, config: Config, launch: Launch, tokenizer: Tokenizer | None,
+                 datasets: Datasets, allowed: Collection[str]) -> int:
+    """As `train_on`, with what tells whether the run was asked to stop."""
     device = mesh.device
     try:
         folder = open_run_folder(config, mesh.group("world").pg)
     except CheckpointError as error:
+        stop.restore()
         return refuse(error, launch, 1)
     log = RankLog(folder.logs, mesh.rank, where=mesh.describe())
     for note in folder.notes:
@@ -148,17 +163,18 @@ def train_on(mesh: Mesh, config: Config, launch: Launch, tokenizer: Tokenizer | 
     try:
         if mesh.world > 1:
             watch = HangWatch(mesh, folder.logs, config.run.timeout_seconds, hung)
-        with StopRequest(folder.stop_file if mesh.rank == 0 else None) as stop:
-            training = Run(config, build_state(config, mesh, int(config.model.vocab_size)), datasets, tokenizer,
-                           log=log, stop_asked=stop.asked, peak_tflops=peak_tflops(config, device), watch=watch)
-            outcome = _start_and_train(training, folder, allowed)
-            reason = (stop.reason or "a signal on another rank") if outcome == "preempted" else None
-            folder.status(outcome, training.saved_step, reason)
-            log.say(f"{outcome} after step {training.progress.step}{f' by {reason}' if reason else ''}, saved in "
-                    f"{checkpoints.step_path(folder.checkpoints, training.saved_step)}")
+        training = Run(config, build_state(config, mesh, int(config.model.vocab_size)), datasets, tokenizer,
+                       log=log, stop_asked=stop.asked, peak_tflops=peak_tflops(config, device), watch=watch)
+        outcome = _start_and_train(training, folder, allowed)
+        reason = (stop.reason or "a signal on another rank") if outcome == "preempted" else None
+        folder.status(outcome, training.saved_step, reason)
+        log.say(f"{outcome} after step {training.progress.step}{f' by {reason}' if reason else ''}, saved in "
+                f"{checkpoints.step_path(folder.checkpoints, training.saved_step)}")
     except (CheckpointError, ConfigError, DataError, TrainingError) as error:
-        first = folder.fail(training.progress.step if training else 0, str(error))
+        gone = lost(watch.peers, error) if watch is not None else None
+        first = folder.fail(training.progress.step if training else 0, f"{f'{gone}; ' if gone else ''}{error}")
         log.note(f"error: {error}")
+        stop.restore()      # of several ranks that say the same most wait: torchrun's signal may end them
         if isinstance(error, DataError):    # not alike on all ranks, as the others are: who meets it first says it
             return say_refusal(error, 1) if first else 1
         return refuse(error, launch, 2 if isinstance(error, ConfigError) else 1)
@@ -169,9 +185,13 @@ def train_on(mesh: Mesh, config: Config, launch: Launch, tokenizer: Tokenizer | 
         return 1
     except Exception as error:
         step, what = training.progress.step if training else 0, f"{type(error).__name__}: {error}"
-        first = folder.fail(step, f"{mesh.describe()}: {what}")
+        gone = lost(watch.peers, error) if watch is not None else None
+        first = folder.fail(step, f"{f'{gone}; ' if gone else ''}{mesh.describe()}: {what}")
         log.note(f"failed in step {step + 1}\n{traceback.format_exc()}")
         if not first:       # for want of the rank that failed first: that one's traceback is the one to show
+            return 1
+        if gone is not None:    # nor does this one's own say anything
+            log.alarm(f"{gone}, so step {step + 1} failed here: {what} (traceback in {log.path})")
             return 1
         log.alarm(f"failed in step {step + 1}: {what} (traceback in {log.path})")
         raise

@@ -24,6 +24,7 @@ from megafour.trainer.changes import check_changes
 from megafour.trainer.lock import RunLock
 
 T = TypeVar("T")
+STOP_FILE = "stop"
 STATES = ("running", "finished", "preempted", "failed")
 
 
@@ -35,8 +36,8 @@ class RunFolder:
     checkpoints: Path
     resume_from: Path | None
     """The checkpoint that the run goes on from; None: it starts at step 0."""
-    lock: RunLock | None
-    """Held by the first rank; None on the others."""
+    locks: list[RunLock]
+    """Held by the first rank: of the folder, and of that with the checkpoints. None on the others."""
     group: ProcessGroup | None
     notes: list[str] = field(default_factory=list)
     """Lines that the log should have: checkpoints that were skipped because they are damaged."""
@@ -49,7 +50,7 @@ class RunFolder:
     @property
     def stop_file(self) -> Path:
         """`touch` it to end the run after its step, saved."""
-        return self.path / "stop"
+        return self.path / STOP_FILE
 
     def changes(self, config: Config, datasets: Datasets, allowed: Collection[str]) -> list[str]:
         """Lines on the settings that differ from those of the checkpoint that the run goes on from.
@@ -106,12 +107,11 @@ class RunFolder:
         return first
 
     def close(self) -> None:
-        """Give the lock back. The stop file has been answered and goes too."""
-        if self.lock is not None:
-            if not self.lock.lost and read_status(self.path).get("state") != "running":
-                self.stop_file.unlink(missing_ok=True)
-            self.lock.release()
-            self.lock = None
+        """Give the locks back. The stop file has been answered and goes too."""
+        if self.locks and not self.locks[0].lost and read_status(self.path).get("state") != "running":
+            self.stop_file.unlink(missing_ok=True)
+        while self.locks:
+            self.locks.pop().release()
 
     def _first(self, work: Callable[[], T], what: str) -> T:
         return first_does(work, self.group, what)
@@ -138,6 +138,8 @@ def open_run_folder(config: Config, group: ProcessGroup | None) -> RunFolder:
     def work() -> list[Path]:
         (path / "logs").mkdir(exist_ok=True)
         locks.append(RunLock(path / "lock").acquire())
+        if saved.resolve() != path.resolve():   # a run with another run.dir may save there, and tidy what this writes
+            locks.append(RunLock(saved / "lock", key="checkpoint.dir", beside=locks[0]).acquire())
         checkpoints.tidy(saved)
         step = int(read_status(path).get("step") or 0)
         write_status(path, "running", step)
@@ -147,12 +149,13 @@ def open_run_folder(config: Config, group: ProcessGroup | None) -> RunFolder:
         points = first_does(work, group, f"opening {path}")
         resume_from, notes = newest_whole(points, group)
     except CheckpointError as error:
-        for lock in locks:
+        if locks:
             with contextlib.suppress(OSError):      # a full disk must not take the place of the error itself
                 write_status(path, "failed", int(read_status(path).get("step") or 0), str(error))
+        for lock in locks:
             lock.release()
         raise
-    return RunFolder(path, saved, resume_from, locks[0] if locks else None, group, notes)
+    return RunFolder(path, saved, resume_from, locks, group, notes)
 
 
 def check_resume(config: Config) -> None:
@@ -186,6 +189,7 @@ def resume_points(folder: Path, resume: int | str) -> list[Path]:
                 f"run.dir or run.name, or checkpoint.resume=auto to go on")
         return []
     if resume == "auto":
+        steps = checkpoints.list_steps(folder, complete=False)
         return [checkpoints.step_path(folder, step) for step in reversed(steps)]
     if isinstance(resume, int) or resume.isdecimal():
         if int(resume) not in steps:
@@ -207,21 +211,22 @@ def newest_whole(points: list[Path], group: ProcessGroup | None) -> tuple[Path |
         CheckpointError: where there are checkpoints and none is whole: a run that has got on does not begin again
         unasked.
     """
-    from megafour.checkpoint import store  # no run without a checkpoint should wait for torch's import of them
+    if not points:
+        return None, []
+    from megafour.checkpoint import whole  # no run without a checkpoint should wait for torch's import of them
 
-    skipped: list[str] = []
-    for point in points:
-        try:
-            store.verify(point, group)
-            return point, skipped
-        except CheckpointError as error:
-            skipped.append(f"skipped the newest checkpoint: {error}" if not skipped else f"skipped: {error}")
-            if len(points) == 1:
-                raise CheckpointError(f"{error}; checkpoint.resume=STEP goes on from another") from None
-    if skipped:
-        raise CheckpointError(f"none of {len(points)} checkpoints is whole: {'; '.join(skipped)}; move them away, or "
-                              f"give another run.dir, to begin at step 0")
-    return None, []
+    try:
+        point, damaged = whole.first_whole(points, group)
+    except CheckpointError as error:
+        fix = ("checkpoint.resume=STEP goes on from another" if len(points) == 1 else
+               "move them away, or give another run.dir, to begin at step 0")
+        raise CheckpointError(f"{error}; {fix}") from None
+    return point, skipped_lines(damaged)
+
+
+def skipped_lines(damaged: list[str]) -> list[str]:
+    """A line for each checkpoint that was passed over, by what is wrong with it, the newest first."""
+    return [f"skipped{'' if index else ' the newest checkpoint'}: {text}" for index, text in enumerate(damaged)]
 
 
 def _listed(steps: list[int]) -> str:
@@ -241,10 +246,10 @@ def set_metrics_aside(path: Path, step: int) -> Path | None:
         return None
     kept: list[str] = []
     later: list[str] = []
-    for line in path.read_text().splitlines():
+    for line in path.read_text(errors="replace").splitlines():
         try:
             (kept if int(json.loads(line)["step"]) <= step else later).append(line + "\n")
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, OverflowError):
             continue
     aside = None
     if later:
@@ -258,7 +263,7 @@ def write_config(folder: Path, text: str) -> None:
     """Write config.yaml; one that differs from it stays as `config-N.yaml`."""
     path = folder / "config.yaml"
     if path.exists():
-        if path.read_text() == text:
+        if path.read_bytes() == text.encode():
             return
         numbers = [int(name.removeprefix("config-")) for name in (p.stem for p in folder.glob("config-*.yaml"))
                    if name.removeprefix("config-").isdecimal()]
@@ -274,11 +279,12 @@ def write_status(folder: Path, state: str, step: int, reason: str | None = None)
 
 
 def read_status(folder: Path) -> dict:
-    """status.json; empty when there is none."""
+    """status.json; empty when there is none, or what is there is none of ours."""
     try:
-        return json.loads((folder / "status.json").read_text())
+        found = json.loads((folder / "status.json").read_text())
     except (OSError, ValueError):
         return {}
+    return found if isinstance(found, dict) and isinstance(found.get("step"), int) else {}
 
 
 def _replace(path: Path, text: str) -> None:

@@ -1,7 +1,8 @@
-"""Being asked to stop: SIGTERM and SIGUSR1 become a flag that the end of a step looks at, and so does a `stop` file."""
+"""Being asked to stop: by SIGTERM, SIGUSR1, a `stop` file or torchrun's death, all seen at the end of a step."""
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from pathlib import Path
@@ -17,10 +18,17 @@ class StopRequest:
     The handler only sets a flag: a signal may come in the middle of a collective. Ranks agree at the end of the step.
     """
 
-    def __init__(self, stop_file: Path | None = None, look_every: float = 1.0) -> None:
-        """Watch the signals, and `stop_file` where it is given (on one rank: it lies on a shared disk)."""
+    def __init__(self, stop_file: Path | None = None, look_every: float = 1.0, launcher: int | None = None) -> None:
+        """Watch the signals, and what else is given.
+
+        Args:
+            stop_file: on one rank, for it lies on a shared disk.
+            look_every: seconds between two looks at it.
+            launcher: the process that started this one and whose death asks, too.
+        """
         self.reason: str | None = None
-        """What asked first: `SIGTERM`, `SIGUSR1` or the file; None while nothing did."""
+        """What asked first: `SIGTERM`, `SIGUSR1`, the file or that death; None while nothing did."""
+        self._launcher = launcher
         self._file, self._every, self._looked = stop_file, look_every, -float("inf")
         self._former: dict[signal.Signals, Any] = {}
 
@@ -31,15 +39,31 @@ class StopRequest:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  traceback: TracebackType | None) -> None:
+        self.restore()
+
+    def restore(self) -> None:
+        """Give the signals back their former handlers."""
         for number, former in self._former.items():
             signal.signal(number, former if former is not None else signal.SIG_DFL)
         self._former.clear()
+
+    @staticmethod
+    def torchrun() -> int | None:
+        """The agent that started this process; None where another launcher did.
+
+        A bare SIGKILL or SIGUSR1 ends it and leaves its ranks behind, which would train on with nobody to end them, and
+        hold the run's folder against the next start. A shell that exits does not matter: without torchrun nobody
+        watches the ranks in the first place.
+        """
+        return os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.reason = self.reason or signal.Signals(number).name
 
     def asked(self) -> bool:
         """Whether a stop was asked for; looks for the file at most once in `look_every` seconds."""
+        if self.reason is None and self._launcher is not None and os.getppid() != self._launcher:
+            self.reason = f"the death of torchrun (pid {self._launcher})"
         if self.reason is None and self._file is not None and time.monotonic() - self._looked >= self._every:
             self._looked = time.monotonic()
             if self._file.exists():

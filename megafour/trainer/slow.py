@@ -6,8 +6,8 @@ import statistics
 from dataclasses import dataclass, field
 
 import torch
-import torch.distributed as dist
 
+from megafour.comm.objects import gather_objects
 from megafour.mesh import Mesh
 from megafour.trainer.step import control_sum, on_host
 
@@ -67,9 +67,7 @@ class SlowRanks:
         found[self.mesh.rank] = self.seconds / self.steps
         self.seconds, steps, self.steps, self.passed = 0.0, self.steps, 0, 0
         if not self.names:
-            every: list[tuple[str, int]] = [("", 0)] * self.mesh.world
-            dist.all_gather_object(every, (self.mesh.describe(), self.mesh.coords["pp"]))
-            self.names = every
+            self.names = gather_objects((self.mesh.describe(), self.mesh.coords["pp"]), self.mesh.group("world"))
         seconds_of = on_host(control_sum(found, self.mesh, "world"), self.mesh)
         return slow_lines(seconds_of, self.names, steps)
 

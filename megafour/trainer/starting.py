@@ -7,6 +7,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from megafour.checkpoint import folder as checkpoints
+from megafour.checkpoint.agreement import first_does
 from megafour.checkpoint.errors import CheckpointError
 from megafour.config.errors import ConfigError
 from megafour.config.huggingface import huggingface_family, read_huggingface
@@ -14,6 +15,7 @@ from megafour.config.load import config_from, load_config
 from megafour.config.schema import Config, ModelConfig
 from megafour.data.errors import DataError
 from megafour.data.tokenizer import FILE_NAMES, load_tokenizer
+from megafour.trainer.run_folder import skipped_lines
 from megafour.trainer.step import TrainState
 
 MEANING = ("num_layers", "hidden_size", "num_attention_heads", "kv_heads", "head_size", "ffn_size", "vocab_size",
@@ -39,21 +41,14 @@ def check_start(config: Config, tokenizer: str = "", allowed: Collection[str] = 
     if wanted is None or checkpoints.list_steps(Path(config.checkpoint_dir)):
         return
     try:
-        source = find_source(Path(wanted))
+        source = find_sources(Path(wanted))[0][0]
+        known = _tokenizers_of(source)
     except CheckpointError as error:
         raise ConfigError(f"checkpoint.init_from={wanted}: {error}") from None
-    foreign = not (source / checkpoints.MANIFEST).is_file()
-    if foreign and config.checkpoint.init_optimizer:
+    if not _is_checkpoint(source) and config.checkpoint.init_optimizer:
         raise ConfigError(f"checkpoint.init_optimizer=true: {source} is a Hugging Face folder, which holds no "
                           "optimizer; set it to false")
-    theirs = _model_of(source)
-    wrong = differences(theirs, config.model, MEANING)
-    if config.model.position == "learned":
-        wrong += differences(theirs, config.model, ("max_position_embeddings",))
-    if wrong:
-        fix = f"set model.preset={wanted} and no other key of model" if foreign else "set them as they are there"
-        raise ConfigError(f"checkpoint.init_from={wanted} holds another model: {'; '.join(wrong)}; {fix}")
-    known = _tokenizers_of(source)
+    _check_model(source, config)
     if tokenizer and known and tokenizer not in known and not {"data", "data.tokenizer"} & {*allowed}:
         raise ConfigError(f"checkpoint.init_from={wanted} was trained with another tokenizer (hash "
                           f"{' or '.join(one[:12] for one in known)}) than the run's data (hash {tokenizer[:12]}), so "
@@ -61,11 +56,36 @@ def check_start(config: Config, tokenizer: str = "", allowed: Collection[str] = 
                           f"data.tokenizer` to this launch")
 
 
-def find_source(path: Path) -> Path:
-    """A Hugging Face folder itself, or the checkpoint that a path means."""
-    if (path / "config.json").is_file() and not (path / checkpoints.MANIFEST).is_file():
-        return path
-    return checkpoints.find(path)
+def find_sources(path: Path) -> tuple[list[Path], list[str]]:
+    """A Hugging Face folder itself, or the checkpoints that a path means, the newest first.
+
+    Returns:
+        them but those that are seen to be damaged without reading their shards, and what is wrong with those.
+    """
+    if (path / "config.json").is_file() and not _is_checkpoint(path):
+        return [path], []
+    points = checkpoints.find_all(path)
+    if len(points) == 1:
+        return points, []
+    from megafour.checkpoint.whole import sound_at_a_glance  # imports torch.distributed.checkpoint
+
+    return sound_at_a_glance(points)
+
+
+def _is_checkpoint(source: Path) -> bool:
+    return (source / checkpoints.MANIFEST).is_file()
+
+
+def _check_model(source: Path, config: Config) -> None:
+    """Refuse weights of another model, naming every key that differs."""
+    wanted, theirs = config.checkpoint.init_from, _model_of(source)
+    wrong = differences(theirs, config.model, MEANING)
+    if config.model.position == "learned":
+        wrong += differences(theirs, config.model, ("max_position_embeddings",))
+    if wrong:
+        fix = ("set them as they are there" if _is_checkpoint(source) else
+               f"set model.preset={wanted} and no other key of model")
+        raise ConfigError(f"checkpoint.init_from={wanted} holds another model: {'; '.join(wrong)}; {fix}")
 
 
 def differences(theirs: ModelConfig, ours: ModelConfig, keys: tuple[str, ...]) -> list[str]:
@@ -82,14 +102,14 @@ def _shown(value: object) -> str:
 
 
 def _model_of(source: Path) -> ModelConfig:
-    if (source / checkpoints.MANIFEST).is_file():
+    if _is_checkpoint(source):
         return load_config(str(source / "config.yaml")).model
     return config_from({"model": read_huggingface(source)}).model
 
 
 def _tokenizers_of(source: Path) -> list[str]:
     """Hashes of the tokenizers that a starting point carries, in each form it has; none where it says nothing."""
-    if (source / checkpoints.MANIFEST).is_file():
+    if _is_checkpoint(source):
         saved = checkpoints.read_state(source).get("tokenizer")
         return [str(saved)] if saved else []
     found = []
@@ -104,19 +124,26 @@ def start_from(state: TrainState, config: Config) -> list[str]:
     """Take weights (and moments) from `checkpoint.init_from` at step 0. Every rank calls it together.
 
     Returns:
-        lines that say what was taken, and which keys of the model the run changes.
+        lines that say what was taken, which damaged checkpoints were passed over, and which keys of the model the run
+        changes.
     Raises:
-        CheckpointError: on all ranks alike, for a source that is damaged or does not fit.
+        CheckpointError, ConfigError: on all ranks alike, for a source that is damaged or does not fit.
     """
     from megafour.trainer.saving import logical_tensors  # imports torch.distributed.checkpoint
 
-    source, optimizer = find_source(Path(str(config.checkpoint.init_from))), config.checkpoint.init_optimizer
-    held, group = logical_tensors(state, optimizer=optimizer), state.mesh.group("world").pg
-    if (source / checkpoints.MANIFEST).is_file():
-        from megafour.checkpoint import store
+    optimizer, group = config.checkpoint.init_optimizer, state.mesh.group("world").pg
+    path = Path(str(config.checkpoint.init_from))
+    sources, damaged = first_does(lambda: find_sources(path), group, f"looking for what {path} holds")
+    source, held = sources[0], logical_tensors(state, optimizer=optimizer)
+    if _is_checkpoint(source):
+        from megafour.checkpoint import store, whole
 
+        source, more = whole.first_whole(sources, group)
+        damaged = sorted([*damaged, *more], reverse=True)
+        if source != sources[0]:
+            _check_model(source, config)
         only = ("",) if optimizer else ("weights/",)
-        saved = store.load(source, held, group, only=only, cast=True)
+        saved = store.load(source, held, group, only=only, cast=True, verified=True)
         if optimizer:
             state.optimizer.set_updates(int(saved["optimizer_updates"]))
     else:
@@ -127,5 +154,5 @@ def start_from(state: TrainState, config: Config) -> list[str]:
         huggingface.load(source, huggingface_family(source), shapes, held, group)
     state.optimizer.publish()
     changed = differences(_model_of(source), config.model, CONTEXT)
-    return [f"weights{' and moments' if optimizer else ''} taken from {source}, at step 0",
+    return [*skipped_lines(damaged), f"weights{' and moments' if optimizer else ''} taken from {source}, at step 0",
             *(f"note: {text}" for text in changed)]

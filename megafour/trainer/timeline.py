@@ -6,8 +6,7 @@ import json
 from collections import defaultdict
 from pathlib import Path
 
-import torch.distributed as dist
-
+from megafour.comm.objects import gather_objects
 from megafour.parallel.pipeline.actions import Kind, Table
 from megafour.parallel.pipeline.check import check
 from megafour.parallel.pipeline.record import Recorder
@@ -25,13 +24,10 @@ def save_timeline(state: TrainState, recorder: Recorder, microbatches: int, name
     `timeline.svg`, for the pipeline that rank 0 is in.
     """
     mine, pp = recorder.spans(), state.mesh.group("pp")
-    everyone: list[Spans | None] = [mine]
-    if state.mesh.world > 1:
-        everyone = [None] * state.mesh.world
-        dist.all_gather_object(everyone, mine)
+    everyone = gather_objects(mine, state.mesh.group("world"))
     if state.mesh.rank != 0:
         return None
-    spans = [everyone[rank] or [] for rank in pp.ranks]
+    spans = [everyone[rank] for rank in pp.ranks]
     (folder / "timeline.json").write_text(json.dumps({"schedule": name, "ranks": spans}))
     table = state.pipeline.table(microbatches)
     expected = predicted(name, table, check(table, mean_times(table, spans)))

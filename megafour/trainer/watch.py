@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import sys
 import threading
 import time
@@ -16,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
+from megafour.comm.objects import gather_objects
 from megafour.mesh import STARTUP_TIMEOUT, Mesh
+from megafour.trainer.peers import meet
 
 BACKSTOP = timedelta(seconds=60)
 """How much longer than the watch torch's own timeouts wait, which end a process without saying who is missing."""
@@ -69,11 +69,10 @@ class HangWatch:
         """
         self.mesh, self._seconds, self._ended, self._leave = mesh, seconds, ended, leave
         self.limit = max(STARTUP_TIMEOUT.total_seconds(), seconds)
-        names: list[Any] = [None] * mesh.world
-        name = f"{mesh.describe()}, pid {os.getpid()} on {socket.gethostname()}"
-        dist.all_gather_object(names, (name, f"hang-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"))
-        self.names = [name for name, _ in names]
-        self.folder = Path(logs) / names[0][1]      # the first rank's: one name, and none of an earlier start's
+        self.peers = meet(mesh)
+        self.names = [peer.name for peer in self.peers]
+        folders = gather_objects(f"hang-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}", mesh.group("world"))
+        self.folder = Path(logs) / folders[0]       # the first rank's: one name, and none of an earlier start's
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="hang-watch", daemon=True)
         self._thread.start()
