@@ -9,7 +9,7 @@ from typing import Any
 
 from megafour.config.errors import ConfigError
 from megafour.config.rules import resolve, smallest_world
-from megafour.config.rules_pipeline import stages_a_rank
+from megafour.config.rules_pipeline import is_own_schedule, stages_a_rank
 from megafour.config.schema import Config
 from megafour.parallel.pipeline.select import check_pipeline, pipeline_of
 from megafour.verify.matrix import Degrees, Row, parse_mesh
@@ -53,10 +53,11 @@ def user_cases(config: Config, meshes: Sequence[Degrees], steps: int, precision:
 
 
 def accumulation(config: Config) -> int:
-    """Micro-batches a step of the user's own mesh, at most MAX_ACCUMULATION."""
+    """Micro-batches a step of the user's own mesh, at most MAX_ACCUMULATION; all under a schedule of the user's own,
+    which may be for no other number."""
     dp = 1 if config.parallel.dp == "auto" else int(config.parallel.dp)
-    count = config.train.global_batch_size // (dp * config.train.micro_batch_size)
-    return max(1, min(count, MAX_ACCUMULATION))
+    count = max(1, config.train.global_batch_size // (dp * config.train.micro_batch_size))
+    return count if is_own_schedule(config.parallel.pipeline.schedule) else min(count, MAX_ACCUMULATION)
 
 
 def shrink(config: Config, meshes: Sequence[Degrees], steps: int, precision: str = "fp64",
@@ -128,7 +129,7 @@ def _context(toy: Config, mesh: Degrees) -> dict[str, Any]:
 def _window(config: Config, seq: int) -> Any:
     """The same windows, in proportion to the sequence."""
     def scaled(window: int | None) -> int | None:
-        return None if window is None else max(2, round(window * seq / config.data.seq_length))
+        return window if window in (None, 1) else max(2, round(window * seq / config.data.seq_length))
 
     windows = config.model.attention_window
     return [scaled(window) for window in windows] if isinstance(windows, list) else scaled(windows)
@@ -164,7 +165,7 @@ def held_stages(config: Config) -> int:
     """Stages on each pipeline rank, under the config's schedule."""
     held = stages_a_rank(config)
     if held is None:    # a table of the user's own
-        return len(pipeline_of(config).placement.stages_of[0])
+        return len(pipeline_of(config, accumulation(config)).placement.stages_of[0])
     return held
 
 
