@@ -81,6 +81,14 @@ def test_refusals_before_anything_runs(tmp_path, name, text, said):
         check_pipeline(config(written(tmp_path, name, text)))
 
 
+@pytest.mark.parametrize(("partition", "said"), [
+    ([4, 3], r"4 \+ 3 = 7 ≠ model.num_layers 8"), ([9, -1], "gives stage 1 -1 layers"), ([8], "there are 2 stages")])
+def test_counts_of_layers_are_held_against_its_stages(tmp_path, partition, said):
+    asked = config(written(tmp_path, "own.csv", CSV)).replace({"parallel.pipeline.partition": partition})
+    with pytest.raises(ConfigError, match=said):
+        check_pipeline(asked)
+
+
 def test_other_refusals(tmp_path):
     with pytest.raises(ScheduleError, match="cannot be read"):
         find(str(tmp_path / "none.csv"), 2, 1)
@@ -95,7 +103,7 @@ def test_other_refusals(tmp_path):
 
 FAULTY = """
 from dataclasses import replace
-from megafour.parallel.pipeline.actions import Table
+from megafour.parallel.pipeline.actions import Placement, Table
 from megafour.parallel.pipeline.schedules import build
 
 def raises(ranks, microbatches, virtual_stages):
@@ -111,6 +119,9 @@ def words(ranks, microbatches, virtual_stages):
     table = build("1f1b", ranks, microbatches)
     return replace(table, steps=(table.steps[0], ("F0", "B0")))
 
+def nowhere(ranks, microbatches, virtual_stages):
+    return Table(Placement((1,)), microbatches, ((), ()))
+
 def elsewhere(ranks, microbatches, virtual_stages):
     return build("zb_v", ranks, microbatches).steps
 """
@@ -119,7 +130,7 @@ def elsewhere(ranks, microbatches, virtual_stages):
 @pytest.mark.parametrize(("function", "said"), [
     ("raises", r"own.py, line 7: KeyError: 'depth'"), ("too_few", "own.py: TypeError: too_few.. takes 2 positional"),
     ("leaves", "own.py, line 13: SystemExit: 0"), ("words", "rank 1, step 0: 'F0' is not a Step"),
-    ("elsewhere", "does not return a Table"), ("", "has no function")])
+    ("elsewhere", "does not return a Table"), ("nowhere", "2 ranks, each with a stage"), ("", "has no function")])
 def test_what_a_function_does_wrong_is_a_fault_of_the_schedule(tmp_path, function, said):
     with pytest.raises(ConfigError, match=said):
         check_pipeline(config(written(tmp_path, "own.py", FAULTY) + f":{function}"))

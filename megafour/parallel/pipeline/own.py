@@ -124,8 +124,10 @@ def _from_function(path: Path, name: str, ranks: int, virtual_stages: int | None
 
     def make(microbatches: int) -> Table:
         table = _guarded(path, lambda: function(ranks, microbatches, virtual_stages))
-        if not isinstance(table, Table) or table.placement.ranks != ranks or table.microbatches != microbatches:
-            raise ScheduleError(f"{name} does not return a Table for {ranks} ranks and {microbatches} micro-batches")
+        if (not isinstance(table, Table) or sorted(set(table.placement.rank_of)) != [*range(ranks)]
+                or table.microbatches != microbatches):
+            raise ScheduleError(f"{name} does not return a Table for {ranks} ranks, each with a stage, and {microbatches} "
+                                "micro-batches")
         for rank, steps in enumerate(table.steps):
             for index, step in enumerate(steps):
                 if not isinstance(step, Step) or not isinstance(step.compute, Action | Pair | None):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megafour.config.errors import ConfigError
-from megafour.config.rules_pipeline import is_own_schedule
+from megafour.config.rules_pipeline import is_own_schedule, stage_rules
 from megafour.config.schema import Config
 from megafour.parallel.pipeline.actions import Placement, ScheduleError, Table
 from megafour.parallel.pipeline.check import check
@@ -76,12 +76,9 @@ def check_pipeline(config: Config) -> None:
     """
     asked, pipeline = config.parallel.pipeline, pipeline_of(config)
     placement = pipeline.placement
-    if placement.stages > config.model.num_layers:
-        raise ConfigError(f"no empty stage: parallel.pipeline.schedule = {asked.schedule} has {placement.stages} "
-                          f"stages, more than model.num_layers {config.model.num_layers}; raise model.num_layers")
-    if asked.partition != "auto" and len(asked.partition) != placement.stages:
-        raise ConfigError(f"one count a stage: parallel.pipeline.partition has {len(asked.partition)} entries and "
-                          f"parallel.pipeline.schedule = {asked.schedule} has {placement.stages} stages")
+    for message in stage_rules(config, placement.stages, f"parallel.pipeline.schedule {asked.schedule} with "
+                               f"{placement.stages} stages"):
+        raise ConfigError(message)
     ends = placement.rank_of[0], placement.rank_of[-1]
     if config.model.tie_embeddings and ends not in ((0, 0), (0, placement.ranks - 1)):
         raise ConfigError(f"parallel.pipeline.schedule = {asked.schedule}: with model.tie_embeddings the first stage "
