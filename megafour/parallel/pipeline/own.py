@@ -126,8 +126,8 @@ def _from_function(path: Path, name: str, ranks: int, virtual_stages: int | None
         table = _guarded(path, lambda: function(ranks, microbatches, virtual_stages))
         if (not isinstance(table, Table) or sorted(set(table.placement.rank_of)) != [*range(ranks)]
                 or table.microbatches != microbatches):
-            raise ScheduleError(f"{name} does not return a Table for {ranks} ranks, each with a stage, and {microbatches} "
-                                "micro-batches")
+            raise ScheduleError(f"{name} does not return a Table for {ranks} ranks, each with a stage, and "
+                                f"{microbatches} micro-batches")
         for rank, steps in enumerate(table.steps):
             for index, step in enumerate(steps):
                 if not isinstance(step, Step) or not isinstance(step.compute, Action | Pair | None):
@@ -147,5 +147,5 @@ def _guarded(path: Path, work: Callable[[], Any]) -> Any:
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__)
                  if Path(frame.filename).resolve() == path.resolve()]
         line = error.lineno if isinstance(error, SyntaxError) else lines[-1] if lines else None
-        said = "".join(traceback.format_exception_only(error)[-1:]).strip()
+        said = traceback.format_exception_only(error)[-1].strip()
         raise ScheduleError(f"{path}" + (f", line {line}" if line else "") + f": {said}") from error
