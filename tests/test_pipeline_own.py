@@ -17,6 +17,7 @@ from megafour.verify.run import check as compare
 from megafour.verify.shrink import user_cases
 
 CSV = "F0,F1,,B0,B1\nF0,B0,F1,B1\n"
+PAIRS = "F0,F1&B0,I1,W1\nF0,B0,F1,I1,W1\n"
 FUNCTION = """
 from megafour.parallel.pipeline.actions import Action, Kind, Placement
 from megafour.parallel.pipeline.transfers import with_transfers
@@ -48,15 +49,17 @@ def test_a_written_schedule_is_the_schedule(tmp_path):
         kind = "v" if table.placement.rank_of[-1] == 0 else "looped"
         path = written(tmp_path, f"{name}.json", json.dumps({"placement": kind, "orders": words(table)}))
         assert find(path, 2, microbatches).table(microbatches) == table
+    path = written(tmp_path, "pairs.csv", PAIRS)
+    assert words(find(path, 2, 2).table(2)) == [["F0", "F1&B0", "I1", "W1"], ["F0", "B0", "F1", "I1", "W1"]]
     path = written(tmp_path, "a.csv", "\n".join(",".join(row) for row in words(build("zb_h1", 3, 4))))
     assert find(path, 3, 4).table(4) == build("zb_h1", 3, 4)
     check(find(path, 3, 4).table(2))    # a step with fewer micro-batches runs without the missing ones
 
 
-@pytest.mark.parametrize("kind", ["csv", "py"])
+@pytest.mark.parametrize("kind", ["csv", "pairs", "py"])
 def test_it_is_the_same_model(pool, tmp_path, kind):
-    schedule = written(tmp_path, "own.csv", CSV) if kind == "csv" else (
-        written(tmp_path, "own.py", FUNCTION) + ":one_at_a_time")
+    schedule = written(tmp_path, "own.py", FUNCTION) + ":one_at_a_time" if kind == "py" else (
+        written(tmp_path, "own.csv", CSV if kind == "csv" else PAIRS))
     outcome = compare(pool, user_cases(config(schedule), [parse_mesh("pp2")], 2)[0], 2)
     assert outcome.passed, outcome
 
@@ -158,7 +161,7 @@ def test_a_table_saved_by_a_spreadsheet(tmp_path):
 
 
 def test_the_command(tmp_path, capsys):
-    for name in ("zb_v", "dualpipe_v", written(tmp_path, "own.csv", CSV)):
+    for name in ("zb_v", "dualpipe_v", written(tmp_path, "own.csv", CSV), written(tmp_path, "pairs.csv", PAIRS)):
         picture = tmp_path / "picture.svg"
         sizes = ["--stages", "2", "--micro-batches", "2"]
         assert main(["schedule", "--name", name, *sizes, "--times", "2,2,1,0.1", "--out", str(picture)]) == 0

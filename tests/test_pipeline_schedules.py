@@ -229,9 +229,49 @@ def with_pair(table, rank, index):
     return replace(table, steps=tuple(rows))
 
 
+def paired(table):
+    """The same orders, each forward joined with the backward of another micro-batch and stage that follows it."""
+    orders = []
+    for row in table.steps:
+        order = []
+        for action in (step.compute for step in row if step.compute is not None):
+            last = order[-1] if order else None
+            if (isinstance(last, Action) and (last.kind, action.kind) == (Kind.FORWARD, Kind.BACKWARD)
+                    and last.chunk != action.chunk and last.microbatch != action.microbatch):
+                order[-1] = Pair(last, action)
+            else:
+                order.append(action)
+        orders.append(order)
+    return with_transfers(orders, table.placement, table.microbatches)
+
+
+# p, m, a transfer's share of T_F = T_B = T_W, and shares of the makespan: the figures of docs/schedules.md.
+TRAVELLING = [(4, 8, 0.1, 0.104, 0.197, 0.104, 0.197, 0.306), (4, 8, 0.25, 0.186, 0.299, 0.165, 0.250, 0.351),
+              (8, 32, 0.1, 0.070, 0.172, 0.066, 0.123, 0.225), (8, 32, 0.25, 0.123, 0.290, 0.109, 0.158, 0.284)]
+
+
+@pytest.mark.parametrize("row", TRAVELLING)
+def test_under_a_half_of_dualpipe_the_other_half_travels(row):
+    """Less is seen of transfers than where a forward and a backward wait for both inputs and send both results after."""
+    stages, microbatches, transfer, *shares = row
+    table = build("dualpipe_v", stages, microbatches)
+    joined = paired(table)
+    assert any(isinstance(step.compute, Pair) for step in joined.steps[0])
+    others = [build(name, stages, microbatches, chunks)
+              for name, chunks in (("zb_v", 2), ("interleaved_1f1b", 2), ("1f1b", 1))]
+    for found, share in zip((table, joined, *others), shares, strict=True):
+        assert check(found, Times(1, 1, 1, transfer)).makespan_bubble == pytest.approx(share, abs=5e-4)
+    rows = [[step for step in row if step.compute is not None] for row in table.steps]
+    # A forward's result is posted with the backward that comes next, and a backward's with the next forward.
+    for row in rows:
+        for before, after in zip(row, row[1:], strict=False):
+            product = table.placement.product(before.compute.kind, before.compute.microbatch,
+                                              table.stage(rows.index(row), before.compute))
+            if product is not None and table.placement.receiver(product) != rows.index(row):
+                assert product in [transfer.message for transfer in after.sends]
+
+
 def test_a_pair_needs_nothing_of_itself():
-    table = build("dualpipe_v", 2, 4)
-    assert any(isinstance(step.compute, Pair) for step in table.steps[0])
     with pytest.raises(ScheduleError, match="rank 1, step 0: F0&B0: the backward needs the forward that it is to run"):
         check(with_pair(build("1f1b", 2, 2), 1, 0))
     with pytest.raises(ScheduleError, match="rank 1, step 0: F0&F1 is not a forward and a backward"):

@@ -50,9 +50,10 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A forward and a backward that do not need each other, run as one: what one sends travels under the other.
+    """A forward and a backward that do not need each other, run as one, the forward first.
 
-    Both inputs must be there before it starts, and both results are there when it ends (DeepSeek-AI 2024, DualPipe).
+    Both inputs must be there before it starts, and both results leave when it has ended: what the step posts travels
+    under both, what the halves make does not travel under either.
     """
 
     forward: Action

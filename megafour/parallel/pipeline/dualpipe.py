@@ -1,8 +1,8 @@
-"""DualPipe-V: two stages a rank in a V, a forward and a backward run as one so that transfers hide under compute."""
+"""DualPipe-V: two stages a rank in a V, a forward of one micro-batch and a backward of another in turn."""
 
 from __future__ import annotations
 
-from megafour.parallel.pipeline.actions import Action, Kind, Pair, Placement, Table, Work
+from megafour.parallel.pipeline.actions import Action, Kind, Placement, Table
 from megafour.parallel.pipeline.classic import only, require
 from megafour.parallel.pipeline.transfers import with_transfers
 
@@ -11,8 +11,11 @@ def dualpipe_v(stages: int, microbatches: int, virtual_stages: int = 2) -> Table
     """DualPipe cut in half (DeepSeek-AI 2024; the V after Qi et al. 2025): p + 1 micro-batches live, no second copy of
     the weights.
 
-    In the middle each rank runs the forward of one stage with the backward of the other, on two micro-batches. The
-    pattern needs 2p micro-batches to unfold; with fewer it is run without those that are missing.
+    In the middle each rank runs the forward of one stage and the backward of the other in turn, on two micro-batches:
+    what one has made travels while the other computes. The original runs the two at once, for the sake of the
+    collectives inside of them; on one stream a `Pair` of them would hide nothing, but wait for both inputs and keep
+    back the first result. The pattern needs 2p micro-batches to unfold; with fewer it is run without those that are
+    missing.
     """
     require("dualpipe_v", stages, microbatches, virtual_stages, chunks=2)
     whole = max(microbatches, 2 * stages)
@@ -27,9 +30,9 @@ class _Rank:
         self._rank, self._ranks, self._microbatches = rank, ranks, microbatches
         self._next: dict[tuple[str, int], int] = {}
         self._weights: list[Action] = []
-        self._order: list[Work] = []
+        self._order: list[Action] = []
 
-    def order(self) -> list[Work]:
+    def order(self) -> list[Action]:
         """The eight phases of the original, in its order."""
         rank, after = self._rank, self._ranks - self._rank - 1
         for _ in range(2 * after):
@@ -39,15 +42,10 @@ class _Rank:
         for _ in range(after):
             self._add(self._backward(1, split=True))
             self._add(self._weights.pop(0), self._forward(1))
-        for turn in range(self._microbatches - 2 * self._ranks + rank + 1):
-            if turn == 0 and after == 0:    # the last rank has just made what its second stage needs: no pair yet
-                self._add(self._forward(0), self._backward(1))
-            else:
-                self._add(Pair(self._forward(0), self._backward(1)))
-            self._add(Pair(self._forward(1), self._backward(0)))
+        for _ in range(self._microbatches - 2 * self._ranks + rank + 1):
+            self._add(self._forward(0), self._backward(1), self._forward(1), self._backward(0))
         for _ in range(after):
-            self._add(self._backward(1))
-            self._add(Pair(self._forward(1), self._backward(0)))
+            self._add(self._backward(1), self._forward(1), self._backward(0))
         self._end(rank + 1)
         for _ in range(after):
             self._add(self._weights.pop(0), self._backward(0, split=True))
@@ -58,8 +56,8 @@ class _Rank:
         for half in range(2 * turns):
             self._add(self._backward(1 - half % 2, split=half >= turns))
 
-    def _add(self, *work: Work) -> None:
-        self._order.extend(work)
+    def _add(self, *actions: Action) -> None:
+        self._order.extend(actions)
 
     def _take(self, what: str, chunk: int) -> int:
         """The next micro-batch of this kind on this chunk."""
