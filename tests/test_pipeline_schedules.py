@@ -252,7 +252,7 @@ TRAVELLING = [(4, 8, 0.1, 0.104, 0.197, 0.104, 0.197, 0.306), (4, 8, 0.25, 0.186
 
 @pytest.mark.parametrize("row", TRAVELLING)
 def test_under_a_half_of_dualpipe_the_other_half_travels(row):
-    """Less is seen of transfers than where a forward and a backward wait for both inputs and send both results after."""
+    """Less is seen of transfers than where a forward and a backward wait for both inputs and send both results last."""
     stages, microbatches, transfer, *shares = row
     table = build("dualpipe_v", stages, microbatches)
     joined = paired(table)

@@ -23,7 +23,7 @@ peak of live activations. Exits with 2 where a table of your own has a fault, an
 LEAST = 1e-12
 """The shortest duration but 0, and its inverse the longest: sums of what lies between are numbers."""
 
-MOST = 1_000_000
+MOST = 200_000
 """Micro-batches that all stages together pass, and that a table is made for here."""
 
 
