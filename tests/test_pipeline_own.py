@@ -155,6 +155,30 @@ def only_six(stages, microbatches, virtual_stages):
     assert outcome.passed, outcome
 
 
+UNEVEN = """
+from megafour.parallel.pipeline.actions import Action, Kind, Placement
+from megafour.parallel.pipeline.transfers import with_transfers
+
+def three_and_two(ranks, microbatches, virtual_stages):
+    orders = [[], []]
+    for m in range(microbatches):
+        for kind in (Kind.FORWARD, Kind.BACKWARD):
+            for rank, chunk in ((0, 0), (1, 0), (0, 1), (1, 1), (0, 2))[::1 if kind is Kind.FORWARD else -1]:
+                orders[rank].append(Action(kind, m, chunk))
+    return with_transfers(orders, Placement((0, 1, 0, 1, 0)), microbatches)
+"""
+
+
+def test_ranks_may_hold_unequal_numbers_of_stages(pool, tmp_path):
+    asked = config(written(tmp_path, "own.py", UNEVEN) + ":three_and_two")
+    case = user_cases(asked, [parse_mesh("pp2")], 1)[0]
+    assert case.config.model.num_layers >= 5
+    outcome = compare(pool, case, 1)
+    assert outcome.passed, outcome
+    with pytest.raises(ConfigError, match="mesh pp4: .*4 ranks, each with a stage"):
+        user_cases(asked, [parse_mesh("pp4")], 1)
+
+
 def test_a_table_saved_by_a_spreadsheet(tmp_path):
     (tmp_path / "own.csv").write_bytes(b"\xef\xbb\xbf" + CSV.replace("\n", "\r\n").encode())
     assert find(str(tmp_path / "own.csv"), 2, 2).table(2) == find(written(tmp_path, "b.csv", CSV), 2, 2).table(2)
