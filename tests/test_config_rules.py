@@ -66,7 +66,8 @@ def resolved(world, *overrides):
     # Layers
     (8, ["parallel.pp=8"], ["parallel.pp 8", "model.num_layers 4"]),
     (2, ["parallel.pp=2", "parallel.pipeline.partition=[1, 2]"], ["1 + 2 = 3", "model.num_layers 4"]),
-    (2, ["parallel.pp=2", "parallel.pipeline.partition=[1, 2, 1]"], ["3 entries", "parallel.pp is 2"]),
+    (2, ["parallel.pp=2", "parallel.pipeline.partition=[1, 2, 1]"],
+     ["3 entries", "there are 2 stages (parallel.pp 2)"]),
     (2, ["parallel.pp=2", "parallel.pipeline.partition=[4, 0]"], ["stage 1", "0 layers"]),
     (2, ["parallel.pp=2", "parallel.pipeline.partition=[3, 1]"], None),
     (2, ["parallel.pp=2", "parallel.pipeline.schedule=zb_w"], ["zb_w is not a schedule", "did you mean zb_v?"]),

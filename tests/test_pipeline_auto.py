@@ -74,7 +74,7 @@ def test_the_saved_table_is_a_schedule(tmp_path, capsys):
         assert main(["schedule", "--name", "zb_auto", "--stages", "3", "--micro-batches", "6", "--times", "3,3,1,0.1",
                      "--virtual-stages", chunks, "--save", str(path)]) == 0
         times = Times(3, 3, 1, 0.1)
-        assert find(str(path), 3).table(6) == search(3, 6, times, 3, int(chunks))
+        assert find(str(path), 3, 6).table(6) == search(3, 6, times, 3, int(chunks))
     assert main(["schedule", "--name", "zb_auto", "--memory", "0.1"]) == 2
     with pytest.raises(SystemExit, match="2"):
         main(["schedule", "--name", "zb_auto", "--kept", "1.5"])

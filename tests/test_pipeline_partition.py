@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from megafour.config.load import config_from
 from megafour.parallel.pipeline.actions import Placement
 from megafour.parallel.pipeline.balance import Loads, _alike, _Costs, balance
-from megafour.parallel.pipeline.partition import explicit, loads, partition_layers
+from megafour.parallel.pipeline.partition import explicit, loads, partition_layers, saved_bytes
 from megafour.parallel.pipeline.select import pipeline_of
 
 LLAMA = {"model.num_layers": 8, "model.hidden_size": 512, "model.num_attention_heads": 8,
@@ -39,6 +39,16 @@ def test_recomputed_layers_weigh_more():
     assert counts(2, train__recompute="full") == [6, 2]
     assert counts(2, model__num_layers=16) == counts(2, model__num_layers=16, train__recompute="full") == [10, 6]
     assert counts(2, model__num_layers=16, data__seq_length=8192) == [9, 7]
+
+
+@pytest.mark.parametrize(("schedule", "live"), [("gpipe", [32, 32]), ("1f1b", [2, 1])])
+def test_memory_counts_every_micro_batch_that_lives(schedule, live):
+    """Under gpipe all of a step, however many more than ranks there are."""
+    config = config_from({}).replace({**LLAMA, "parallel.pp": 2, "parallel.pipeline.schedule": schedule})
+    alone, many = (loads(found, pipeline_of(found), 32000) for found in (
+        config.replace({"train.global_batch_size": 1}), config.replace({"train.global_batch_size": 32})))
+    saved = saved_bytes(config)
+    assert [b - a for a, b in zip(alone.memory, many.memory, strict=True)] == [(n - 1) * saved for n in live]
 
 
 def test_memory_decides_where_compute_does_not():

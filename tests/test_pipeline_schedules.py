@@ -229,6 +229,19 @@ def with_pair(table, rank, index):
     return replace(table, steps=tuple(rows))
 
 
+# p, m and, with transfers of a tenth of T_F = T_B = T_W, shares of the makespan: the figures of docs/schedules.md.
+PRICE = [(4, 8, 0.184, 0.104, 0.197, 0.306), (8, 32, 0.168, 0.066, 0.123, 0.225)]
+
+
+@pytest.mark.parametrize("row", PRICE)
+def test_what_pairs_cost_beside_other_schedules(row):
+    stages, microbatches, *shares = row
+    names = [("dualpipe_v", 2), ("zb_v", 2), ("interleaved_1f1b", 2), ("1f1b", 1)]
+    for (name, chunks), share in zip(names, shares, strict=True):
+        found = check(build(name, stages, microbatches, chunks), Times(1, 1, 1, 0.1))
+        assert found.makespan_bubble == pytest.approx(share, abs=5e-4)
+
+
 def test_a_pair_needs_nothing_of_itself():
     table = build("dualpipe_v", 2, 4)
     assert any(isinstance(step.compute, Pair) for step in table.steps[0])

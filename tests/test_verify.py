@@ -133,6 +133,12 @@ def test_a_toy_has_more_than_one_head_where_the_model_has():
     assert (found.num_attention_heads, found.kv_heads) == (2, 2)
 
 
+def test_windows_shrink_with_the_sequence_and_one_token_stays_one():
+    """A window of one is a kind of its own: a query sees its own key alone, on every rank."""
+    config = config_from({"model": {"attention_window": [1, None, 256, 2]}, "data": {"seq_length": 512}})
+    assert user_cases(config, [parse_mesh("cp2")], 1)[0].config.model.attention_window == [1, None, 12, 2]
+
+
 def test_odd_meshes_and_uneven_layers():
     config = config_from({"model": {"num_layers": 7}, "parallel": {"pp": 2, "pipeline": {"partition": [3, 4]}}})
     cases = user_cases(config, [parse_mesh(m) for m in ("tp3", "cp3-tp2", "pp2", "pp5", "dp3")], 2)

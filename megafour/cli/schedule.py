@@ -17,7 +17,14 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """Builds the table of a schedule, proves that every micro-batch passes every stage forward and backward
 once, that sends match receives and that nothing waits for ever, and draws it: one row a rank, with the bubble and the
-peak of live activations. Exits with 1 where a table of your own has a fault, and names the action."""
+peak of live activations. Exits with 2 where a table of your own has a fault, and names the action."""
+
+
+LEAST = 1e-12
+"""The shortest duration but 0, and its inverse the longest: sums of what lies between are numbers."""
+
+MOST = 200_000
+"""Micro-batches that all stages together pass, and that a table is made for here."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -34,25 +41,25 @@ def add_parser(subparsers: Any) -> None:
         "weight gradient on a rank, and of one transfer (default: 1,1,1,0)")
     add("--memory", type=_bound, metavar="N", help="for zb_auto: micro-batches whose activations a rank may hold "
         "(default: P, as 1F1B)")
-    add("--kept", type=_share, default=1.0, metavar="SHARE", help="for zb_auto: the share of a micro-batch's "
+    add("--kept", type=_share, metavar="SHARE", help="for zb_auto: the share of a micro-batch's "
         "activations that waits for the weight gradient once the input's is done (default: 1)")
-    add("--save", type=Path, metavar="FILE.json", help="write the table, for parallel.pipeline.schedule=FILE.json")
+    add("--save", type=_json_file, metavar="FILE.json",
+        help="write the table, for parallel.pipeline.schedule=FILE.json")
     add("--out", type=_picture, metavar="FILE", help="a picture: .svg or .png (needs matplotlib)")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the verb; ConfigError for an unknown or ill-fitting schedule, 1 for a table with a fault."""
-    from megafour.cli.main import complain
+    """Runs the verb; ConfigError for an unknown or ill-fitting schedule, and for a table with a fault."""
     from megafour.parallel.pipeline.actions import ScheduleError
     from megafour.parallel.pipeline.check import check
     from megafour.parallel.pipeline.timeline import as_text, draw, predicted
 
-    table = _table(args)
+    _refuse_what_has_no_effect(args)
     try:
+        table = _table(args)
         report = check(table, args.times)
     except ScheduleError as error:
-        complain(f"{args.name}: {error}")
-        return 1
+        raise ConfigError(f"--name {args.name}: {error}") from None
     timeline = predicted(args.name, table, report)
     print(as_text(timeline))
     if args.save is not None:
@@ -78,20 +85,27 @@ def _writing(option: str, file: Path) -> Iterator[None]:
     print(f"wrote {file}")
 
 
+def _refuse_what_has_no_effect(args: argparse.Namespace) -> None:
+    for option, value in (("--memory", args.memory), ("--kept", args.kept)):
+        if args.name != "zb_auto" and value is not None:
+            raise ConfigError(f"{option} {value:g} bounds the search of zb_auto and has no effect on --name "
+                              f"{args.name}; leave it out, or take --name zb_auto")
+    actions = args.stages * max(args.micro_batches, args.stages) * (args.virtual_stages or 1)
+    if actions > MOST:
+        raise ConfigError(f"--stages {args.stages} and --micro-batches {args.micro_batches}: ranks · micro-batches (as "
+                          f"many as ranks at least) · stages a rank = {actions} is more than {MOST}, which would take "
+                          "minutes; lower one of them")
+
+
 def _table(args: argparse.Namespace) -> Table:
-    from megafour.parallel.pipeline.actions import ScheduleError
     from megafour.parallel.pipeline.auto import search
     from megafour.parallel.pipeline.select import find
     from megafour.parallel.pipeline.simulate import Times
 
-    try:
-        if args.name == "zb_auto":
-            memory = args.stages if args.memory is None else args.memory
-            return search(args.stages, args.micro_batches, args.times or Times(), memory, args.virtual_stages or 1,
-                          args.kept)
-        return find(args.name, args.stages, args.virtual_stages).table(args.micro_batches)
-    except ScheduleError as error:
-        raise ConfigError(f"--name {args.name}: {error}") from None
+    if args.name == "zb_auto":
+        memory, kept = args.stages if args.memory is None else args.memory, 1.0 if args.kept is None else args.kept
+        return search(args.stages, args.micro_batches, args.times or Times(), memory, args.virtual_stages or 1, kept)
+    return find(args.name, args.stages, args.micro_batches, args.virtual_stages).table(args.micro_batches)
 
 
 def _times(text: str) -> Times:
@@ -101,8 +115,10 @@ def _times(text: str) -> Times:
         values = [float(part) for part in text.split(",")]
     except ValueError:
         values = []
-    if len(values) not in (3, 4) or not all(0 <= v < math.inf for v in values) or sum(values[:3]) <= 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not F,B,W or F,B,W,COMM, in numbers of at least 0")
+    if len(values) not in (3, 4) or not all(v == 0 or LEAST <= v <= 1 / LEAST for v in values) or not any(
+            values[:3]):
+        raise argparse.ArgumentTypeError(f"{text!r} is not F,B,W or F,B,W,COMM: numbers that are 0, or from {LEAST:g} "
+                                         f"to {1 / LEAST:g}, F, B and W not all 0")
     return Times(*values)
 
 
@@ -129,6 +145,12 @@ def _share(text: str) -> float:
 def _picture(text: str) -> Path:
     if not text.endswith((".svg", ".png")):
         raise argparse.ArgumentTypeError(f"{text!r} is no .svg or .png")
+    return Path(text)
+
+
+def _json_file(text: str) -> Path:
+    if not text.endswith(".json"):
+        raise argparse.ArgumentTypeError(f"{text!r} is no .json")
     return Path(text)
 
 

@@ -70,7 +70,7 @@ def _inner_ring(config: Config) -> Iterator[str]:
                    "which has one ring; set it to null, or parallel.context.method=double_ring")
     elif inner is None:
         yield ("parallel.context.method = double_ring needs parallel.context.inner_ring, the ranks of the ring inside "
-               "a node")
+               f"a node: cp = outer ring · inner ring, so set it to a divisor of parallel.cp {cp}")
     elif cp % inner:
         yield (f"cp = outer ring · inner ring: parallel.cp {cp} is not a multiple of parallel.context.inner_ring "
                f"{inner}; change one of them")

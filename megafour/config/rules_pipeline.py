@@ -57,22 +57,30 @@ def _schedule(config: Config) -> Iterator[str]:
 
 
 def _partition(config: Config) -> Iterator[str]:
-    layers, pp, partition = config.model.num_layers, config.parallel.pp, config.parallel.pipeline.partition
-    held = stages_a_rank(config)
+    held, pp = stages_a_rank(config), config.parallel.pp
     if held is None:    # the schedule's own file says how many stages there are: checked with its table
         return
-    stages = pp * held
-    named = f"parallel.pp {pp}" + (f" · {held} stages a rank = {stages}" if held > 1 else "")
+    named = f"parallel.pp {pp}" + (f" · {held} stages a rank = {pp * held}" if held > 1 else "")
+    yield from stage_rules(config, pp * held, named)
+
+
+def stage_rules(config: Config, stages: int, named: str) -> Iterator[str]:
+    """Layers against `stages` stages, and `parallel.pipeline.partition` against both; `named`: where they come from."""
+    layers, pipeline = config.model.num_layers, config.parallel.pipeline
     if stages > layers:
-        lower = "parallel.pipeline.virtual_stages or parallel.pp" if held > 1 else f"parallel.pp to {layers} or less"
-        yield f"no empty stage: {named} is more than model.num_layers {layers}; lower {lower}"
-    if partition == "auto":
+        fix = f"lower parallel.pp to {layers} or less"
+        if pipeline.schedule in ANY_STAGES:
+            fix = "lower parallel.pipeline.virtual_stages or parallel.pp"
+        elif pipeline.schedule not in ONE_STAGE:
+            fix = "raise model.num_layers, lower parallel.pp, or take a schedule with one stage a rank"
+        yield f"no empty stage: {named} is more than model.num_layers {layers}; {fix}"
+    if pipeline.partition == "auto":
         return
-    counts = [int(count) for count in partition]
+    counts = [int(count) for count in pipeline.partition]
     total = " + ".join(map(str, counts))
     if len(counts) != stages:
         yield (f"one count a stage: parallel.pipeline.partition [{', '.join(map(str, counts))}] has {len(counts)} "
-               f"entries and {f'parallel.pp is {pp}' if held == 1 else named}; change parallel.pipeline.partition")
+               f"entries and there are {stages} stages ({named}); change parallel.pipeline.partition")
     elif min(counts) < 1:
         yield (f"no empty stage: parallel.pipeline.partition [{', '.join(map(str, counts))}] gives stage "
                f"{counts.index(min(counts))} {min(counts)} layers; give each at least 1")

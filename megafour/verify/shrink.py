@@ -9,7 +9,7 @@ from typing import Any
 
 from megafour.config.errors import ConfigError
 from megafour.config.rules import resolve, smallest_world
-from megafour.config.rules_pipeline import stages_a_rank
+from megafour.config.rules_pipeline import is_own_schedule, stages_a_rank
 from megafour.config.schema import Config
 from megafour.parallel.pipeline.select import check_pipeline, pipeline_of
 from megafour.verify.matrix import Degrees, Row, parse_mesh
@@ -53,10 +53,11 @@ def user_cases(config: Config, meshes: Sequence[Degrees], steps: int, precision:
 
 
 def accumulation(config: Config) -> int:
-    """Micro-batches a step of the user's own mesh, at most MAX_ACCUMULATION."""
+    """Micro-batches a step of the user's own mesh, at most MAX_ACCUMULATION; all under a schedule of the user's own,
+    which may be for no other number."""
     dp = 1 if config.parallel.dp == "auto" else int(config.parallel.dp)
-    count = config.train.global_batch_size // (dp * config.train.micro_batch_size)
-    return max(1, min(count, MAX_ACCUMULATION))
+    count = max(1, config.train.global_batch_size // (dp * config.train.micro_batch_size))
+    return count if is_own_schedule(config.parallel.pipeline.schedule) else min(count, MAX_ACCUMULATION)
 
 
 def shrink(config: Config, meshes: Sequence[Degrees], steps: int, precision: str = "fp64",
@@ -76,7 +77,7 @@ def shrink(config: Config, meshes: Sequence[Degrees], steps: int, precision: str
         "model.preset": None, "model.num_attention_heads": heads, "model.num_key_value_heads": kv,
         "model.head_dim": head_dim, "model.hidden_size": hidden, "model.vocab_size": VOCAB,
         "model.ffn_hidden_size": max(1, round(hidden * model.ffn_size / model.hidden_size / ffn_unit)) * ffn_unit,
-        "model.num_layers": toy_layers(config, max(mesh.pp for mesh in meshes) * held_stages(config)),
+        "model.num_layers": toy_layers(config, max(stages_on(config, mesh) for mesh in meshes)),
         # Attention over small random weights is all but uniform: keep the outputs' scale of the full width.
         "model.init_std": min(0.3, model.init_std * max(1.0, math.sqrt(model.hidden_size / hidden))),
         "model.max_position_embeddings": _positions(config, seq),
@@ -97,7 +98,7 @@ def place(toy: Config, config: Config, mesh: Degrees, micro_batches: int) -> Con
     """The toy on one mesh, resolved; `config` says how the layers are cut."""
     placed = toy.replace({
         "parallel.dp": mesh.dp, "parallel.pp": mesh.pp, "parallel.tp": mesh.tp, "parallel.cp": mesh.cp,
-        "parallel.pipeline.partition": _partition(config, toy.model.num_layers, mesh.pp * held_stages(config)),
+        "parallel.pipeline.partition": _partition(config, toy.model.num_layers, stages_on(config, mesh)),
         "parallel.zero_size": toy.parallel.zero_size and math.gcd(toy.parallel.zero_size, mesh.dp * mesh.cp),
         **_context(toy, mesh),
         "train.global_batch_size": mesh.dp * toy.train.micro_batch_size * micro_batches})
@@ -128,7 +129,7 @@ def _context(toy: Config, mesh: Degrees) -> dict[str, Any]:
 def _window(config: Config, seq: int) -> Any:
     """The same windows, in proportion to the sequence."""
     def scaled(window: int | None) -> int | None:
-        return None if window is None else max(2, round(window * seq / config.data.seq_length))
+        return window if window in (None, 1) else max(2, round(window * seq / config.data.seq_length))
 
     windows = config.model.attention_window
     return [scaled(window) for window in windows] if isinstance(windows, list) else scaled(windows)
@@ -160,19 +161,22 @@ def _ulysses(config: Config, mesh: Degrees) -> int:
     return (mesh.cp if config.parallel.context.method == "ulysses" else 1) if asked == "auto" else asked
 
 
-def held_stages(config: Config) -> int:
-    """Stages on each pipeline rank, under the config's schedule."""
+def stages_on(config: Config, mesh: Degrees) -> int:
+    """Stages of a mesh under the config's schedule; a table of the user's own says so itself, for every rank apart."""
     held = stages_a_rank(config)
-    if held is None:    # a table of the user's own
-        return len(pipeline_of(config).placement.stages_of[0])
-    return held
+    if held is not None:
+        return mesh.pp * held
+    try:
+        return pipeline_of(config.replace({"parallel.pp": mesh.pp}), accumulation(config)).placement.stages
+    except ConfigError as error:
+        raise ConfigError(f"mesh {mesh.words}: {error}") from None
 
 
 def toy_layers(config: Config, deepest: int) -> int:
     """Four layers or one a stage; one more where the user's stages are uneven."""
     counts = config.parallel.pipeline.partition
     if counts == "auto":
-        uneven = config.model.num_layers % (config.parallel.pp * held_stages(config)) > 0
+        uneven = config.model.num_layers % stages_on(config, Degrees(pp=config.parallel.pp)) > 0
     else:
         uneven = len(set(counts)) > 1
     return max(deepest, min(config.model.num_layers, 4)) + uneven
@@ -231,7 +235,7 @@ def option_case(config: Config, row: Row, steps: int, precision: str = "fp64", d
     schedule, _, chunks = row.get("schedule", "1f1b").partition(":")
     stage, _, size = row.get("zero_stage", "1").partition(":")
     pipeline = {"schedule": schedule, "virtual_stages": int(chunks) if chunks else None}
-    stages = mesh.pp * held_stages(config.replace({"parallel.pipeline": pipeline}))
+    stages = stages_on(config.replace({"parallel.pipeline": pipeline}), mesh)
     layers = max(2, stages) * (1 if stages >= 4 else 2) + (row.get("layers", "even") != "even")
     dropout = 0.2 if row["dropout"] == "on" else 0.0
     order = {"auto": "auto", "pp-inner": "pp-inner", "reversed": "pp-dp-ring-ulysses-tp"}[row.get("order", "auto")]

@@ -6,11 +6,12 @@ import csv
 import json
 import re
 import runpy
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megafour.parallel.pipeline.actions import Action, Kind, Pair, Placement, ScheduleError, Table, Work
+from megafour.parallel.pipeline.actions import Action, Kind, Pair, Placement, ScheduleError, Step, Table, Work
 from megafour.parallel.pipeline.classic import only
 from megafour.parallel.pipeline.transfers import Order, with_transfers
 
@@ -28,16 +29,10 @@ def load(name: str, ranks: int, virtual_stages: int | None) -> Callable[[int], T
     Raises:
         ScheduleError: the file is not there or not such a table, or it is for another number of ranks.
     """
-    path, _, function = name.partition(".py:")
-    if function:
+    path, python, function = name.partition(".py:")
+    if python:
         return _from_function(Path(path + ".py"), function, ranks, virtual_stages)
-    try:
-        text = Path(name).read_text("utf-8")
-    except OSError as error:
-        raise ScheduleError(f"cannot be read: {error.strerror or error}") from None
-    except UnicodeDecodeError:
-        raise ScheduleError("is no text in UTF-8") from None
-    kind, rows = _json(text) if name.endswith(".json") else ("", [row for row in csv.reader(text.splitlines()) if row])
+    kind, rows = _json(_text(name)) if name.endswith(".json") else ("looped", _csv(_text(name)))
     orders: list[Order] = [[_work(rank, str(cell)) for cell in row if str(cell).strip()]
                            for rank, row in enumerate(rows)]
     if len(orders) != ranks:
@@ -45,13 +40,14 @@ def load(name: str, ranks: int, virtual_stages: int | None) -> Callable[[int], T
     actions = [action for order in orders for work in order for action in work.parts]
     if not actions:
         raise ScheduleError("has no actions")
-    chunks = max(action.chunk for action in actions) + 1
+    chunks = _counted("stage", {action.chunk for action in actions})
+    microbatches = _counted("micro-batch", {action.microbatch for action in actions})
     if virtual_stages not in (None, chunks):
         raise ScheduleError(f"has {chunks} stages a rank, and virtual_stages is {virtual_stages}")
     if kind == "v" and chunks != 2:
         raise ScheduleError(f"is over a V and has {chunks} stages a rank instead of 2")
     placement = Placement.vee(ranks) if kind == "v" else Placement.looped(ranks, chunks)
-    return _cut(orders, placement, max(action.microbatch for action in actions) + 1)
+    return _cut(orders, placement, microbatches)
 
 
 def as_json(table: Table) -> str:
@@ -71,16 +67,44 @@ def _cut(orders: list[Order], placement: Placement, given: int) -> Callable[[int
     return make
 
 
+def _text(name: str) -> str:
+    try:
+        return Path(name).read_text("utf-8-sig")    # spreadsheets write a byte-order mark
+    except OSError as error:
+        raise ScheduleError(f"cannot be read: {error.strerror or error}") from None
+    except UnicodeDecodeError:
+        raise ScheduleError("is no text in UTF-8") from None
+
+
+def _csv(text: str) -> list[list[str]]:
+    try:
+        return [row for row in csv.reader(text.splitlines()) if row]
+    except csv.Error as error:
+        raise ScheduleError(f"is no CSV: {error}") from None
+
+
 def _json(text: str) -> tuple[str, list[list[Any]]]:
+    shape = 'is not {"placement": "looped" or "v", "orders": [one list of actions a rank]}'
     try:
         content = json.loads(text)
-        placement, orders = content.get("placement", "looped"), content["orders"]
-        rows = [list(order) for order in orders]
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise ScheduleError('is not {"placement": "looped" or "v", "orders": [one list of actions a rank]}') from None
+    except (ValueError, RecursionError):
+        raise ScheduleError(shape) from None
+    if not isinstance(content, dict) or not {"orders"} <= content.keys() <= {"placement", "orders"}:
+        raise ScheduleError(shape)
+    placement, orders = content.get("placement", "looped"), content["orders"]
+    if not isinstance(orders, list) or not all(isinstance(order, list) for order in orders):
+        raise ScheduleError(shape)
     if placement not in ("looped", "v"):
         raise ScheduleError(f"has the placement {placement!r}; known: looped, v")
-    return placement, rows
+    return placement, orders
+
+
+def _counted(what: str, seen: set[int]) -> int:
+    """How many there are of what is numbered from 0 without a gap."""
+    gap = next(number for number in range(len(seen) + 1) if number not in seen)
+    if gap < len(seen):
+        raise ScheduleError(f"has actions of {what} {max(seen)} and none of {what} {gap}")
+    return gap
 
 
 def _work(rank: int, text: str) -> Work:
@@ -94,14 +118,34 @@ def _work(rank: int, text: str) -> Work:
 def _from_function(path: Path, name: str, ranks: int, virtual_stages: int | None) -> Callable[[int], Table]:
     if not path.is_file():
         raise ScheduleError(f"there is no file {path}")
-    function = runpy.run_path(str(path)).get(name)
+    function = _guarded(path, lambda: runpy.run_path(str(path))).get(name)
     if not callable(function):
         raise ScheduleError(f"{path} has no function {name}")
 
     def make(microbatches: int) -> Table:
-        table = function(ranks, microbatches, virtual_stages)
-        if not isinstance(table, Table) or table.placement.ranks != ranks or table.microbatches != microbatches:
-            raise ScheduleError(f"{name} does not return a Table for {ranks} ranks and {microbatches} micro-batches")
+        table = _guarded(path, lambda: function(ranks, microbatches, virtual_stages))
+        if (not isinstance(table, Table) or sorted(set(table.placement.rank_of)) != [*range(ranks)]
+                or table.microbatches != microbatches):
+            raise ScheduleError(f"{name} does not return a Table for {ranks} ranks, each with a stage, and "
+                                f"{microbatches} micro-batches")
+        for rank, steps in enumerate(table.steps):
+            for index, step in enumerate(steps):
+                if not isinstance(step, Step) or not isinstance(step.compute, Action | Pair | None):
+                    raise ScheduleError(f"rank {rank}, step {index}: {step!r} is not a Step of an Action or a Pair")
         return table
 
     return make
+
+
+def _guarded(path: Path, work: Callable[[], Any]) -> Any:
+    """What the user's code gives; what it raises is a fault of the schedule, with the line of `path` that led to it."""
+    try:
+        return work()
+    except ScheduleError:
+        raise
+    except (Exception, SystemExit) as error:
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__)
+                 if Path(frame.filename).resolve() == path.resolve()]
+        line = error.lineno if isinstance(error, SyntaxError) else lines[-1] if lines else None
+        said = traceback.format_exception_only(error)[-1].strip()
+        raise ScheduleError(f"{path}" + (f", line {line}" if line else "") + f": {said}") from error

@@ -69,7 +69,7 @@ def loads(config: Any, pipeline: Pipeline, vocab_size: int) -> Loads:
                            moments=moments).total
 
     saved, layer = saved_bytes(config), held(Part(1, False, False))
-    live = peak_live(pipeline.table(max(1, min(2 * pipeline.placement.ranks, micro_batches(config)))))
+    live = peak_live(pipeline.table(max(1, micro_batches(config))))
     return Loads(
         layers=layer_costs(flops, config.train.recompute), first=flops.embedding, last=flops.head,
         memory=[layer + round(count * saved) for count in live], first_memory=held(first),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megafour.config.errors import ConfigError
-from megafour.config.rules_pipeline import is_own_schedule
+from megafour.config.rules_pipeline import is_own_schedule, stage_rules
 from megafour.config.schema import Config
 from megafour.parallel.pipeline.actions import Placement, ScheduleError, Table
 from megafour.parallel.pipeline.check import check
@@ -39,26 +39,30 @@ def micro_batches(config: Config) -> int:
     return config.train.global_batch_size // (int(config.parallel.dp) * config.train.micro_batch_size)
 
 
-def find(name: str, ranks: int, virtual_stages: int | None = None) -> Pipeline:
-    """The schedule called `name`, or the user's own in a file, for `ranks` ranks. Raises ScheduleError."""
-    if is_own_schedule(name):
-        make = load(name, ranks, virtual_stages)
-    else:
+def find(name: str, ranks: int, microbatches: int, virtual_stages: int | None = None) -> Pipeline:
+    """The schedule called `name`, or the user's own in a file, for `ranks` ranks and steps of `microbatches`.
+
+    Raises ScheduleError.
+    """
+    if not is_own_schedule(name):
         def make(microbatches: int) -> Table:
             return build(name, ranks, microbatches, virtual_stages)
 
-    return Pipeline(make(1).placement, make)
+        return Pipeline(make(1).placement, make)
+    own = load(name, ranks, virtual_stages)
+    first = own(microbatches)    # of no other number: a function need not know every one
+    return Pipeline(first.placement, lambda wanted: first if wanted == microbatches else own(wanted))
 
 
-def pipeline_of(config: Config) -> Pipeline:
-    """The pipeline that a resolved configuration asks for.
+def pipeline_of(config: Config, microbatches: int | None = None) -> Pipeline:
+    """The pipeline that a resolved configuration asks for, with `microbatches` a step or what the configuration says.
 
     Raises:
         ConfigError: no such schedule, or one that does not fit these numbers of ranks, stages and micro-batches.
     """
     asked, pp = config.parallel.pipeline, config.parallel.pp
     try:
-        pipeline = find(asked.schedule, pp, asked.virtual_stages)
+        pipeline = find(asked.schedule, pp, microbatches or micro_batches(config), asked.virtual_stages)
     except ScheduleError as error:
         raise ConfigError(f"parallel.pipeline.schedule = {asked.schedule}: {error}") from None
     return pipeline
@@ -72,12 +76,9 @@ def check_pipeline(config: Config) -> None:
     """
     asked, pipeline = config.parallel.pipeline, pipeline_of(config)
     placement = pipeline.placement
-    if placement.stages > config.model.num_layers:
-        raise ConfigError(f"no empty stage: parallel.pipeline.schedule = {asked.schedule} has {placement.stages} "
-                          f"stages, more than model.num_layers {config.model.num_layers}; raise model.num_layers")
-    if asked.partition != "auto" and len(asked.partition) != placement.stages:
-        raise ConfigError(f"one count a stage: parallel.pipeline.partition has {len(asked.partition)} entries and "
-                          f"parallel.pipeline.schedule = {asked.schedule} has {placement.stages} stages")
+    for message in stage_rules(config, placement.stages, f"parallel.pipeline.schedule {asked.schedule} with "
+                               f"{placement.stages} stages"):
+        raise ConfigError(message)
     ends = placement.rank_of[0], placement.rank_of[-1]
     if config.model.tie_embeddings and ends not in ((0, 0), (0, placement.ranks - 1)):
         raise ConfigError(f"parallel.pipeline.schedule = {asked.schedule}: with model.tie_embeddings the first stage "

@@ -70,7 +70,7 @@ def as_text(timeline: Timeline, width: int = 150) -> str:
     """
     span = timeline.end - timeline.start
     shortest = min(end - start for row in timeline.rows for _, start, end in row)
-    scale = min(width / span, 3 / shortest) if span and shortest else 1.0
+    scale = min(width, 3 * span / shortest if shortest else width) / span if span else 1.0
     lines = []
     for rank, row in enumerate(timeline.rows):
         line = [" "] * (round(span * scale) + 1)
