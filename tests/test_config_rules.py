@@ -126,6 +126,7 @@ def resolved(world, *overrides):
     # Kernels
     (1, ["kernels.attention=flash", "train.precision=fp32"], ["kernels.attention", "fp32", "bf16"]),
     (1, ["kernels.attention=flash", "run.device=cpu"], ["run.device is cpu"]),
+    (1, ["kernels.attention=flash", "train.precision=bf16", "parallel.context.fp32_blocks=true"], ["fp32_blocks"]),
 ])
 def test_rules_between_keys(world, overrides, words):
     if words is None:

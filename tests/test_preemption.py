@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from unittest import mock
@@ -49,6 +50,34 @@ def test_a_signal_on_one_rank_at_any_time(pool, tmp_path, where, number, paralle
     status = json.loads((tmp_path / "run" / "status.json").read_text())
     assert (status["state"], status["step"]) == ("preempted", step)
     assert store.list_steps(tmp_path / "run" / "checkpoints") == [step] == [max(losses(tmp_path))]
+
+
+def signalled_while_waiting(rank, world, values):
+    """Train; the last rank gets the signal where a second save waits for the first, which ends only now."""
+    over, calls, write, begin = threading.Event(), [], store.save, Saver.save
+
+    def slow(*args):
+        assert over.wait(120)
+        return write(*args)
+
+    def asked(*args):
+        calls.append(args)
+        if len(calls) == 2:
+            if rank == world - 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            over.set()
+        return begin(*args)
+
+    with mock.patch.object(store, "save", slow), mock.patch.object(Saver, "save", asked):
+        return training.train(rank, world, values)
+
+
+def test_a_signal_while_one_save_waits_for_another_does_not_begin_it(pool, tmp_path):
+    write_corpus(tmp_path / "corpus")
+    values = settings(tmp_path, {"pp": 2}, train={"steps": 9}, checkpoint={"every": 2, "asynchronous": True})
+    assert pool.run(signalled_while_waiting, 2, values) == [0] * 2
+    assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "preempted"
+    assert (store.list_steps(tmp_path / "run" / "checkpoints"), max(losses(tmp_path))) == ([2], 4)
 
 
 ONCE = """

@@ -14,7 +14,9 @@ from megafour.config import errors
 from megafour.config.errors import ConfigError
 from megafour.config.load import config_from
 from megafour.config.rules import resolve, smallest_world
+from megafour.kernels.attention_plain import PlainAttention
 from megafour.mesh import Launch
+from megafour.model.stage import attention_kernel
 from megafour.trainer.setup import choose_device
 from tests.training import settings, write_corpus
 
@@ -84,6 +86,14 @@ def test_what_the_machine_lacks_is_refused_at_start(monkeypatch, values, words):
     config = resolve(config_from({**values, "data": {"train": [{"path": "a"}]}}), 2)
     with pytest.raises(ConfigError, match=words):
         choose_device(config, Launch(0, 2, 0, 2))
+
+
+def test_blocks_in_fp32_run_on_a_gpu_where_flash_kernels_take_16_bits_only():
+    def backend(fp32_blocks):
+        config = config_from({"train": {"precision": "bf16"}, "parallel": {"context": {"fp32_blocks": fp32_blocks}}})
+        return attention_kernel(config, "cuda").backend
+
+    assert isinstance(backend(True), PlainAttention) and not isinstance(backend(False), PlainAttention)
 
 
 FAULTY = """

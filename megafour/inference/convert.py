@@ -18,6 +18,7 @@ from megafour.config.huggingface_export import family_of, huggingface_config
 from megafour.config.load import load_config, to_yaml
 from megafour.config.rules import resolve
 from megafour.config.schema import Config
+from megafour.data.json_file import read_object
 from megafour.data.tokenizer import Tokenizer
 from megafour.inference.load import find_models, first_whole, huggingface_values, open_tokenizer, vocabulary_of
 from megafour.model.shapes import logical_shapes
@@ -103,7 +104,7 @@ def _token_ids(folder: Path, tokenizer: Tokenizer | None) -> dict[str, Any]:
     ids: dict[str, Any] = {}
     path = folder / huggingface.GENERATION
     if path.is_file():
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = read_object(path)
         ids = {key: found[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in found}
     eos = ids.pop("eos_token_id", tokenizer.eod_id if tokenizer else None)
     return {"eos": eos, "other_ids": ids}

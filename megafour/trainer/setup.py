@@ -9,9 +9,8 @@ import torch
 from megafour.comm.group import Group, solo
 from megafour.config.errors import ConfigError
 from megafour.config.schema import Config
-from megafour.kernels.attention import select_attention
 from megafour.mesh import Launch, Mesh
-from megafour.model.stage import DTYPES, Stage, build_stage, initialize_parameter
+from megafour.model.stage import DTYPES, Stage, attention_kernel, build_stage, initialize_parameter
 from megafour.optim.optimizer import ShardedOptimizer
 from megafour.parallel.context import Core
 from megafour.parallel.data.buckets import GradientBuckets
@@ -34,8 +33,7 @@ def choose_device(config: Config, launch: Launch) -> torch.device:
         raise ConfigError(f"run.device = cuda: one GPU a rank, and this machine has {gpus} for {launch.local_world} "
                           f"local ranks; launch fewer ranks, or set run.device=auto, which then takes the CPU")
     try:
-        select_attention(config.kernels.attention, device.type, DTYPES[config.train.precision],
-                         config.model.attention_dropout > 0)
+        attention_kernel(config, device.type)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     return device

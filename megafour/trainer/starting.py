@@ -90,7 +90,10 @@ def _model_of(source: Path) -> ModelConfig:
 def _tokenizers_of(source: Path) -> list[str]:
     """Hashes of the tokenizers that a starting point carries, in each form it has; none where it says nothing."""
     if (source / checkpoints.MANIFEST).is_file():
-        saved = checkpoints.read_state(source).get("tokenizer")
+        try:
+            saved = checkpoints.read_state(source).get("tokenizer")
+        except CheckpointError as error:
+            raise ConfigError(f"checkpoint.init_from: {error}") from None
         return [str(saved)] if saved else []
     found = []
     for kind, name in FILE_NAMES.items():

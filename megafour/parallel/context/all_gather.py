@@ -101,10 +101,10 @@ class _AllGatherAttention(torch.autograd.Function):
 class AllGatherAttention:
     """The method `all_gather` over `group`, whose members hold `places`."""
 
-    def __init__(self, group: Group, places: Places, kernel: Kernel) -> None:
+    def __init__(self, group: Group, places: Places, kernel: Kernel, device: torch.device) -> None:
         self.group, self.kernel = group, kernel
         rows = np.concatenate(places.positions)
-        order = torch.from_numpy(np.argsort(rows))
+        order = torch.from_numpy(np.argsort(rows)).to(device)
         sequence = torch.from_numpy(np.sort(rows))
         everywhere = Places.of([*(torch.from_numpy(x) for x in places.positions), sequence])
         self.gathering = _Gathering(group, everywhere, order, torch.argsort(order))
