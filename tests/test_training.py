@@ -253,7 +253,7 @@ def test_the_first_adam_update_is_a_whole_one() -> None:
     from megafour.parallel.pieces import Piece, set_pieces
 
     param = set_pieces(torch.nn.Parameter(torch.ones(1)), [Piece("w", (1,), (0,), (1,))])
-    buckets = GradientBuckets([param], solo("dp_cp"), zero_stage=1, accumulate=torch.float32)
+    buckets = GradientBuckets([param], solo("dp_cp"), zero_stage=0, accumulate=torch.float32)
     optimizer = ShardedOptimizer(OptimizerConfig(weight_decay=0.0), buckets)
     param.main_grad().fill_(0.5)
     optimizer.step(0.1, 1.0)

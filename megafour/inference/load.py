@@ -18,6 +18,7 @@ from megafour.config.huggingface import huggingface_family, read_huggingface
 from megafour.config.load import load_config
 from megafour.config.rules import resolve
 from megafour.config.schema import Config
+from megafour.cost.memory import sharing
 from megafour.data.tokenizer import FILE_NAMES, Tokenizer, load_tokenizer
 from megafour.mesh import Launch, Mesh
 from megafour.model.shapes import logical_shapes
@@ -151,7 +152,7 @@ def load_stage(folder: Path, config: Config, mesh: Mesh) -> Loaded:
         CheckpointError: on all ranks, where the folder is damaged or does not fit its own config.
     """
     vocab_size = vocabulary_of(folder, config)
-    if config.parallel.zero_stage == 3 and mesh.group("shard").size > 1:
+    if sharing(config.parallel)[0] == 3:
         stage, buckets = build_buckets(config, mesh, vocab_size, trained=False)
         held = [LogicalTensor(f"weights/{name}", shape, bucket.weight_shard.dtype, parts, True)
                 for bucket in buckets.buckets for name, shape, _, parts in shard_parts(bucket, bucket.weight_shard)]

@@ -9,6 +9,7 @@ import torch
 from megafour.comm.group import Group, solo
 from megafour.config.errors import ConfigError
 from megafour.config.schema import Config
+from megafour.cost.memory import sharing
 from megafour.mesh import Launch, Mesh
 from megafour.model.stage import DTYPES, Stage, attention_kernel, build_stage, initialize_parameter
 from megafour.optim.optimizer import ShardedOptimizer
@@ -52,7 +53,7 @@ def build_mesh(config: Config, device: torch.device, *, ledger: bool | None = No
 
 def sharing_groups(config: Config, mesh: Mesh) -> tuple[Group, Group]:
     """(ranks that share one copy of what ZeRO shards, ranks that hold the same share): together dp×cp."""
-    if config.parallel.zero_stage == 0:
+    if sharing(config.parallel)[0] == 0:
         return solo("shard", mesh.rank), mesh.group("dp_cp")
     return mesh.group("shard"), mesh.group("replicas")
 
@@ -60,11 +61,11 @@ def sharing_groups(config: Config, mesh: Mesh) -> tuple[Group, Group]:
 def build_buckets(config: Config, mesh: Mesh, vocab_size: int, *, attention: Core | None = None,
                   trained: bool = True) -> tuple[Stage, GradientBuckets]:
     """What this rank holds, with uninitialised weights: under ZeRO 3 only its share of them ever has storage."""
-    shard, replicas = sharing_groups(config, mesh)
-    whole = config.parallel.zero_stage < 3 or shard.size == 1
-    stage = build_stage(config, mesh, vocab_size, attention=attention, weights=None if whole else torch.device("meta"))
+    (shard, replicas), (zero_stage, _) = sharing_groups(config, mesh), sharing(config.parallel)
+    stage = build_stage(config, mesh, vocab_size, attention=attention,
+                        weights=torch.device("meta") if zero_stage == 3 else None)
     accumulate = torch.promote_types(DTYPES[config.train.precision], torch.float32)
-    return stage, GradientBuckets(stage.parameters(), shard, replicas=replicas, zero_stage=config.parallel.zero_stage,
+    return stage, GradientBuckets(stage.parameters(), shard, replicas=replicas, zero_stage=zero_stage,
                                   accumulate=accumulate, units=stage.units(), device=mesh.device, trained=trained)
 
 
