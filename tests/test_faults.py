@@ -118,7 +118,7 @@ def test_a_quota_ends_every_rank_and_the_older_checkpoint_still_loads(pool, tmp_
     parallel = {"dp": 2, "zero_stage": 1}
     values = settings(tmp_path, parallel, train={"steps": 8},
                       checkpoint={"every": 3, "keep": 1, "asynchronous": asynchronous})
-    assert pool.run(train_with_quota, 2, values, 20000, 2, timeout=60) == [1, 1]
+    assert pool.run(train_with_quota, 2, values, 20000, 2) == [1, 1]
     assert store.list_steps(tmp_path / "run" / "checkpoints") == [3]
     assert "on rank 1: OSError: [Errno 27] File too large" in (tmp_path / "run" / "status.json").read_text()
     assert pool.run(training.train, 2, values) == [0, 0]
@@ -145,5 +145,5 @@ def test_a_target_that_cannot_be_written_ends_every_rank(pool, tmp_path, asynchr
     write_corpus(tmp_path / "corpus")
     values = settings(tmp_path, {"tp": 2}, train={"steps": 2},
                       checkpoint={"every": 0, "asynchronous": asynchronous})
-    assert pool.run(unwritable, 2, values, timeout=60) == [1, 1]
+    assert pool.run(unwritable, 2, values) == [1, 1]
     assert "NotADirectoryError" in (tmp_path / "run" / "status.json").read_text()

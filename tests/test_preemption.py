@@ -104,7 +104,7 @@ def launch(folder: Path, values: dict, fault: str, step: int, *options: str) -> 
     (folder / "faulty.py").write_text(ONCE.replace("{fault}", fault).replace("{step}", str(step)))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *options,
                str(folder / "faulty.py"), "--config", str(folder / "run.yaml")]
-    return subprocess.run(command, capture_output=True, text=True, timeout=240,
+    return subprocess.run(command, capture_output=True, text=True, timeout=600,
                           env={**os.environ, "PYTHONPATH": str(ROOT)})
 
 
@@ -139,7 +139,7 @@ sys.exit(code)
 
 
 @pytest.mark.parametrize(("save", "patience", "asynchronous", "state"), [
-    (4, 30, True, "preempted"), (20, 2, True, "running"),
+    (10, 60, True, "preempted"), (90, 2, True, "running"),
     pytest.param(45, 55, False, "preempted", marks=pytest.mark.full),
     pytest.param(45, 55, True, "preempted", marks=pytest.mark.full)])
 def test_sigterm_to_the_agent_while_a_save_takes_long(tmp_path, save, patience, asynchronous, state):
@@ -155,14 +155,14 @@ def test_sigterm_to_the_agent_while_a_save_takes_long(tmp_path, save, patience, 
                            env={**os.environ, "PYTHONPATH": str(ROOT)})
     saved = tmp_path / "run" / "checkpoints"
     try:
-        end = time.monotonic() + 120
+        end = time.monotonic() + 300
         while not (saved / "step-00000004.tmp").exists():       # the second save has begun
             assert time.monotonic() < end and job.poll() is None
             time.sleep(0.05)
         ranks = [int(pid) for pid in Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()]
         job.terminate()
         asked = time.time()
-        job.wait(timeout=120)
+        job.wait(timeout=300)
     finally:
         job.kill()
     assert len(ranks) == 2 and not any(Path(f"/proc/{pid}").exists() for pid in ranks)
@@ -172,7 +172,7 @@ def test_sigterm_to_the_agent_while_a_save_takes_long(tmp_path, save, patience, 
     if state == "preempted":
         assert steps == [2, 4] and status["step"] == 4 and status["time"] - asked < patience
     else:
-        assert steps == [2] and time.time() - asked < patience + 15
+        assert steps == [2] and time.time() - asked < patience + 60
 
 
 RAISES = """
@@ -209,7 +209,7 @@ def test_an_error_of_one_rank_ends_the_job_and_is_shown(tmp_path, owner, name):
     (tmp_path / "faulty.py").write_text(RAISES.replace("{owner}", owner).replace("{name}", name))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
                str(tmp_path / "faulty.py"), "--config", str(tmp_path / "run.yaml")]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120,
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300,
                            env={**os.environ, "PYTHONPATH": str(ROOT)})
     assert ended.returncode == 1
     assert "rank 1 (pp1): failed in step" in ended.stderr and "KeyError: 'planted fault'" in ended.stderr

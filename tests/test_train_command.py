@@ -128,7 +128,7 @@ def test_the_first_failure_is_shown_once_and_named(tmp_path, error, said):
     (tmp_path / "faulty.py").write_text(FAULTY.replace("{error}", error))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
                str(tmp_path / "faulty.py"), "--config", str(tmp_path / "run.yaml")]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120,
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300,
                            env={**os.environ, "PYTHONPATH": str(CONFIGS.parent)})
     assert ended.returncode == 1
     assert ended.stderr.count(said) == 1
