@@ -24,7 +24,6 @@ from megafour.config.parallel_schema import AXES, ORDERS
 DERIVED = {
     "cp": ("ulysses", "ring"),  # who shares one sequence
     "dp_cp": ("ulysses", "ring", "dp"),  # who holds the same weights: gradients and losses are summed here
-    "model": ("tp", "pp"),  # who holds the pieces of one model: the gradient norm is summed here
 }
 """Groups made of several axes, each named by its use."""
 
@@ -174,7 +173,7 @@ class Mesh:
         return self.coords["ring"] * self.sizes["ulysses"] + self.coords["ulysses"]
 
     def group(self, name: str) -> Group:
-        """The group called `name`: an axis, `cp`, `dp_cp`, `shard`, `replicas`, `model`, `embedding` or `world`."""
+        """The group called `name`: an axis, `cp`, `dp_cp`, `shard`, `replicas`, `embedding` or `world`."""
         return self.groups[name]
 
     def channel(self, source: int, target: int) -> Group:

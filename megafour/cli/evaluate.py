@@ -35,7 +35,7 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Evaluate, and print on the first rank."""
     from megafour.checkpoint.errors import CheckpointError
-    from megafour.checkpoint.huggingface import is_huggingface
+    from megafour.checkpoint.folder import is_huggingface
     from megafour.inference.load import find_models, model_settings
 
     if args.hf is not None and not is_huggingface(args.hf):

@@ -10,6 +10,7 @@ import torch
 
 from megafour.checkpoint import huggingface, store
 from megafour.checkpoint.errors import CheckpointError
+from megafour.checkpoint.folder import HUGGINGFACE_CONFIG, is_huggingface
 from megafour.checkpoint.reading import CheckpointReader
 from megafour.checkpoint.safetensors_file import DTYPES, SafetensorsFolder
 from megafour.checkpoint.tensors import LogicalTensor
@@ -37,8 +38,8 @@ def from_huggingface(folder: Path, out: Path) -> Path:
     Raises:
         ConfigError, CheckpointError: naming the key or the tensor that this framework would not compute alike.
     """
-    if not huggingface.is_huggingface(folder):
-        raise CheckpointError(f"{folder} is no Hugging Face folder: it has no {huggingface.CONFIG}")
+    if not is_huggingface(folder):
+        raise CheckpointError(f"{folder} is no Hugging Face folder: it has no {HUGGINGFACE_CONFIG}")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise CheckpointError(f"{out} exists already and is not empty; give a folder that does not")
     config = resolve(load_config(None, None, huggingface_values(folder)), 1, data=False)

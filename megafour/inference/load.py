@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 from megafour.checkpoint import huggingface, store
 from megafour.checkpoint.agreement import rank_in
 from megafour.checkpoint.errors import CheckpointError
+from megafour.checkpoint.folder import is_huggingface
 from megafour.checkpoint.tensors import LogicalTensor
 from megafour.config.huggingface import huggingface_family, read_huggingface
 from megafour.config.load import load_config
@@ -45,7 +46,7 @@ def find_model(path: Path) -> Path:
     Raises:
         CheckpointError: where there is none.
     """
-    return Path(path) if huggingface.is_huggingface(Path(path)) else store.find(Path(path))
+    return Path(path) if is_huggingface(Path(path)) else store.find(Path(path))
 
 
 def find_models(path: Path) -> list[Path]:
@@ -57,7 +58,7 @@ def find_models(path: Path) -> list[Path]:
     Raises:
         CheckpointError: where there is none, or none is whole.
     """
-    models = [Path(path)] if huggingface.is_huggingface(Path(path)) else store.find_all(Path(path))
+    models = [Path(path)] if is_huggingface(Path(path)) else store.find_all(Path(path))
     if len(models) == 1:
         return models       # it was named itself, or has no other to take its place: checked where it is read
     whole: list[Path] = []
@@ -84,7 +85,7 @@ def first_whole(models: list[Path], group: ProcessGroup | None) -> Path:
     """
     damaged: list[str] = []
     for model in models:
-        if huggingface.is_huggingface(model):
+        if is_huggingface(model):
             return model        # it carries no checksums
         try:
             store.verify(model, group)
@@ -110,7 +111,7 @@ def model_settings(folder: Path, overrides: list[str] | None = None, precision: 
     Raises:
         ConfigError: for what cannot be computed, by name.
     """
-    if huggingface.is_huggingface(folder):
+    if is_huggingface(folder):
         values = huggingface_values(folder)
     else:
         trained = load_config(str(folder / "config.yaml"))
@@ -163,7 +164,7 @@ def load_stage(folder: Path, config: Config, mesh: Mesh) -> Loaded:
                 for param, piece in named_pieces(stage)]
     group = mesh.group("world").pg
     with torch.no_grad():
-        if huggingface.is_huggingface(folder):
+        if is_huggingface(folder):
             huggingface.load(folder, huggingface_family(folder), logical_shapes(config, vocab_size), held, group)
         else:
             store.load(folder, held, group, only=("weights/",), cast=True, verified=True)

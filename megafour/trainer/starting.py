@@ -42,7 +42,7 @@ def check_start(config: Config, tokenizer: str = "", allowed: Collection[str] = 
         source = find_source(Path(wanted))
     except CheckpointError as error:
         raise ConfigError(f"checkpoint.init_from={wanted}: {error}") from None
-    foreign = not (source / checkpoints.MANIFEST).is_file()
+    foreign = checkpoints.is_huggingface(source)
     if foreign and config.checkpoint.init_optimizer:
         raise ConfigError(f"checkpoint.init_optimizer=true: {source} is a Hugging Face folder, which holds no "
                           "optimizer; set it to false")
@@ -63,9 +63,7 @@ def check_start(config: Config, tokenizer: str = "", allowed: Collection[str] = 
 
 def find_source(path: Path) -> Path:
     """A Hugging Face folder itself, or the checkpoint that a path means."""
-    if (path / "config.json").is_file() and not (path / checkpoints.MANIFEST).is_file():
-        return path
-    return checkpoints.find(path)
+    return path if checkpoints.is_huggingface(path) else checkpoints.find(path)
 
 
 def differences(theirs: ModelConfig, ours: ModelConfig, keys: tuple[str, ...]) -> list[str]:
@@ -82,14 +80,14 @@ def _shown(value: object) -> str:
 
 
 def _model_of(source: Path) -> ModelConfig:
-    if (source / checkpoints.MANIFEST).is_file():
-        return load_config(str(source / "config.yaml")).model
-    return config_from({"model": read_huggingface(source)}).model
+    if checkpoints.is_huggingface(source):
+        return config_from({"model": read_huggingface(source)}).model
+    return load_config(str(source / "config.yaml")).model
 
 
 def _tokenizers_of(source: Path) -> list[str]:
     """Hashes of the tokenizers that a starting point carries, in each form it has; none where it says nothing."""
-    if (source / checkpoints.MANIFEST).is_file():
+    if not checkpoints.is_huggingface(source):
         try:
             saved = checkpoints.read_state(source).get("tokenizer")
         except CheckpointError as error:
@@ -115,7 +113,7 @@ def start_from(state: TrainState, config: Config) -> list[str]:
 
     source, optimizer = find_source(Path(str(config.checkpoint.init_from))), config.checkpoint.init_optimizer
     held, group = logical_tensors(state, optimizer=optimizer), state.mesh.group("world").pg
-    if (source / checkpoints.MANIFEST).is_file():
+    if not checkpoints.is_huggingface(source):
         from megafour.checkpoint import store
 
         only = ("",) if optimizer else ("weights/",)

@@ -81,7 +81,6 @@ class Ring:
                 pending.wait()
                 kv = buffers[step % 2]
 
-
     def passing(self, kv: Tensor) -> Iterator[tuple[int, Tensor]]:
         """(whose they are, K/V) of all that comes by."""
         for step, here in self.travelling(kv):
