@@ -138,7 +138,6 @@ class Mesh:
     device: torch.device
     groups: dict[str, Group] = field(repr=False)
     ledger: Ledger | None = None
-    device_mesh: DeviceMesh | None = field(default=None, repr=False)
     waits: Waits = field(default_factory=Waits, repr=False)
     """What this rank waits for, on all of its groups."""
 
@@ -235,7 +234,7 @@ class Mesh:
         slow_first = axes[::-1]
         grid = torch.arange(world).view([sizes[a] for a in slow_first])
         coords = dict(zip(slow_first, (grid == here).nonzero()[0].tolist(), strict=True))
-        groups, device_mesh, known = _make_groups(grid, slow_first, here, device, ledger, imagined)
+        groups, known = _make_groups(grid, slow_first, here, device, ledger, imagined)
         cut: dict[tuple[str, str], tuple[tuple[str, ...], int | None]] = {
             ("ring_inner", "ring_outer"): (("ring",), inner_ring), ("shard", "replicas"): (DERIVED["dp_cp"], zero_size)}
         for names, (dims, size) in cut.items():
@@ -249,7 +248,7 @@ class Mesh:
                 groups[name] = replace(groups[name], poster=ThreadPoolExecutor(1, f"{name}-poster"))
         waits = Waits()
         groups = {name: replace(group, waits=waits) for name, group in groups.items()}
-        return cls(sizes, coords, here, device, groups, ledger, device_mesh, waits)
+        return cls(sizes, coords, here, device, groups, ledger, waits)
 
     def kv_replicas(self, num_kv_heads: int) -> Group:
         """The tp ranks that hold the same K/V heads (tp > K/V heads); a group of one elsewhere."""
@@ -271,11 +270,10 @@ class Mesh:
 
 def _make_groups(grid: torch.Tensor, dims: tuple[str, ...], rank: int, device: torch.device,
                  ledger: Ledger | None,
-                 imagined: bool) -> tuple[dict[str, Group], DeviceMesh | None, Known]:
+                 imagined: bool) -> tuple[dict[str, Group], Known]:
     """Every named group that `rank` is in, and the process groups by ranks: groups of the same ranks share one."""
     world = tuple(range(grid.numel()))
     known: Known = defaultdict(lambda: None) if imagined else {}
-    device_mesh = None
     if len(world) > 1 and not imagined:
         known[world] = dist.group.WORLD
         large = [d for d in dims if grid.shape[dims.index(d)] > 1]
@@ -292,7 +290,7 @@ def _make_groups(grid: torch.Tensor, dims: tuple[str, ...], rank: int, device: t
     if device.type == "cuda" and not imagined:
         groups |= _channels(groups["pp"])
     groups["world"] = Group("world", world, rank, known.get(world), ledger)
-    return groups, device_mesh, known
+    return groups, known
 
 
 def _channels(pp: Group) -> dict[str, Group]:

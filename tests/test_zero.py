@@ -11,10 +11,11 @@ from megafour.mesh import Mesh
 from megafour.trainer.diagnose import not_finite, parameter_norms
 from megafour.trainer.setup import build_mesh, build_state
 from megafour.trainer.step import evaluate_batch, train_step
-from megafour.verify.matrix import parse_mesh, zero_rows
+from megafour.verify.matrix import parse_mesh
 from megafour.verify.run import check
 from megafour.verify.shrink import VOCAB, option_case
 from megafour.verify.toy import toy_batches
+from tests.verify_rows import zero_rows
 
 DEFAULT, WHOLE = zero_rows(whole=False), zero_rows(whole=True)
 
