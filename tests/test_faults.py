@@ -37,14 +37,14 @@ def drill(folder: Path, parallel: dict, world: int, kills: int, steps: int, asyn
 def test_a_run_that_is_killed_at_random_loses_nothing(tmp_path, asynchronous):
     """The losses of every run, killed and resumed, equal the untouched run's bit for bit."""
     found = drill(tmp_path, {"pp": 2}, 2, 3, 12, asynchronous)
-    assert found["kills"] == 3 and found["different"] == 0 and found["longest_end"] < 60
+    assert found["kills"] == 3 and found["different"] == 0 and found["longest_end"] < 180
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_run_that_is_killed_twenty_times_loses_nothing(tmp_path, asynchronous):
     found = drill(tmp_path, {"dp": 2, "pp": 2, "zero_stage": 1}, 4, 20, 20, asynchronous, seed=1)
-    assert found["kills"] == 20 and found["different"] == 0 and found["longest_end"] < 60
+    assert found["kills"] == 20 and found["different"] == 0 and found["longest_end"] < 180
 
 
 def test_a_truncated_newest_checkpoint_is_replaced_by_the_one_before(pool, tmp_path):
