@@ -10,12 +10,13 @@ from torch import Tensor, nn
 
 from megafour.config.schema import Config
 from megafour.kernels.attention import select_attention
+from megafour.kernels.matmul import wide_dtype
 from megafour.mesh import Mesh
 from megafour.model.build import Build, Pass
 from megafour.model.decoder import Decoder, Part
 from megafour.model.rope import rope_tables
 from megafour.parallel.context import METHODS, Core
-from megafour.parallel.context.blocks import Kernel, wide
+from megafour.parallel.context.blocks import Kernel
 from megafour.parallel.context.layout import Layout
 from megafour.parallel.context.mask import Masks
 from megafour.parallel.data.units import Unit
@@ -150,7 +151,7 @@ def attention_kernel(config: Config, device_type: str) -> Kernel:
         ValueError: for a backend that this device does not have.
     """
     fp32_blocks, dtype = config.parallel.context.fp32_blocks, DTYPES[config.train.precision]
-    backend = select_attention(config.kernels.attention, device_type, wide(dtype) if fp32_blocks else dtype,
+    backend = select_attention(config.kernels.attention, device_type, wide_dtype(dtype) if fp32_blocks else dtype,
                                config.model.attention_dropout > 0)
     return Kernel(backend, fp32_blocks)
 

@@ -10,6 +10,7 @@ from megafour.comm.group import Group, solo
 from megafour.config.errors import ConfigError
 from megafour.config.schema import Config
 from megafour.cost.memory import sharing
+from megafour.kernels.matmul import wide_dtype
 from megafour.mesh import Launch, Mesh
 from megafour.model.stage import DTYPES, Stage, attention_kernel, build_stage, initialize_parameter
 from megafour.optim.optimizer import ShardedOptimizer
@@ -64,7 +65,7 @@ def build_buckets(config: Config, mesh: Mesh, vocab_size: int, *, attention: Cor
     (shard, replicas), (zero_stage, _) = sharing_groups(config, mesh), sharing(config.parallel)
     stage = build_stage(config, mesh, vocab_size, attention=attention,
                         weights=torch.device("meta") if zero_stage == 3 else None)
-    accumulate = torch.promote_types(DTYPES[config.train.precision], torch.float32)
+    accumulate = wide_dtype(DTYPES[config.train.precision])
     return stage, GradientBuckets(stage.parameters(), shard, replicas=replicas, zero_stage=zero_stage,
                                   accumulate=accumulate, units=stage.units(), device=mesh.device, trained=trained)
 
