@@ -11,6 +11,7 @@ import os
 import sys
 from typing import NoReturn
 
+from megafour.cli._arguments import positive
 from megafour.config.errors import ConfigError
 
 
@@ -27,7 +28,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = Parser(prog="train.py", description="Train a model on a DP×PP×TP×CP mesh.")
     parser.add_argument("--config", metavar="FILE", help="YAML file; it names only what it changes")
     parser.add_argument("--check", action="store_true", help="validate and resolve the config without launching")
-    parser.add_argument("--world", type=_positive, metavar="N",
+    parser.add_argument("--world", type=positive, metavar="N",
                         help="number of processes that --check assumes (default: the fewest that the mesh takes)")
     parser.add_argument("--allow-change", metavar="KEY", action="append", default=[],
                         help="resume although KEY, which changes what the run means, differs from the checkpoint's; "
@@ -37,12 +38,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
     if args.world is not None and not args.check:
         parser.error("--world goes with --check; a launch takes its world from torchrun")
     return args
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
-    return int(text)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -24,7 +24,6 @@ from megafour.config.parallel_schema import AXES, ORDERS
 DERIVED = {
     "cp": ("ulysses", "ring"),  # who shares one sequence
     "dp_cp": ("ulysses", "ring", "dp"),  # who holds the same weights: gradients and losses are summed here
-    "model": ("tp", "pp"),  # who holds the pieces of one model: the gradient norm is summed here
 }
 """Groups made of several axes, each named by its use."""
 
@@ -142,7 +141,6 @@ class Mesh:
     device: torch.device
     groups: dict[str, Group] = field(repr=False)
     ledger: Ledger | None = None
-    device_mesh: DeviceMesh | None = field(default=None, repr=False)
     waits: Waits = field(default_factory=Waits, repr=False)
     """What this rank waits for, on all of its groups."""
     lane: Lane | None = field(default=None, repr=False)
@@ -179,7 +177,7 @@ class Mesh:
         return self.coords["ring"] * self.sizes["ulysses"] + self.coords["ulysses"]
 
     def group(self, name: str) -> Group:
-        """The group called `name`: an axis, `cp`, `dp_cp`, `shard`, `replicas`, `model`, `embedding` or `world`."""
+        """The group called `name`: an axis, `cp`, `dp_cp`, `shard`, `replicas`, `embedding` or `world`."""
         return self.groups[name]
 
     def channel(self, source: int, target: int) -> Group:
@@ -242,7 +240,7 @@ class Mesh:
         slow_first = axes[::-1]
         grid = torch.arange(world).view([sizes[a] for a in slow_first])
         coords = dict(zip(slow_first, (grid == here).nonzero()[0].tolist(), strict=True))
-        groups, device_mesh, known = _make_groups(grid, slow_first, here, device, ledger, imagined)
+        groups, known = _make_groups(grid, slow_first, here, device, ledger, imagined)
         cut: dict[tuple[str, str], tuple[tuple[str, ...], int | None]] = {
             ("ring_inner", "ring_outer"): (("ring",), inner_ring), ("shard", "replicas"): (DERIVED["dp_cp"], zero_size)}
         for names, (dims, size) in cut.items():
@@ -261,7 +259,7 @@ class Mesh:
             waits.beside = Waits()
             aside = Ledger("forward", ledger.counts) if ledger is not None else None
             groups |= _twins({name: groups[name] for name in OF_LAYERS}, lane, waits.beside, aside)
-        return cls(sizes, coords, here, device, groups, ledger, device_mesh, waits, lane)
+        return cls(sizes, coords, here, device, groups, ledger, waits, lane)
 
     def kv_replicas(self, num_kv_heads: int) -> Group:
         """The tp ranks that hold the same K/V heads (tp > K/V heads); a group of one elsewhere.
@@ -290,11 +288,10 @@ class Mesh:
 
 def _make_groups(grid: torch.Tensor, dims: tuple[str, ...], rank: int, device: torch.device,
                  ledger: Ledger | None,
-                 imagined: bool) -> tuple[dict[str, Group], DeviceMesh | None, Known]:
+                 imagined: bool) -> tuple[dict[str, Group], Known]:
     """Every named group that `rank` is in, and the process groups by ranks: groups of the same ranks share one."""
     world = tuple(range(grid.numel()))
     known: Known = defaultdict(lambda: None) if imagined else {}
-    device_mesh = None
     if len(world) > 1 and not imagined:
         known[world] = dist.group.WORLD
         large = [d for d in dims if grid.shape[dims.index(d)] > 1]
@@ -311,7 +308,7 @@ def _make_groups(grid: torch.Tensor, dims: tuple[str, ...], rank: int, device: t
     if device.type == "cuda" and not imagined:
         groups |= _channels(groups["pp"])
     groups["world"] = Group("world", world, rank, known.get(world), ledger)
-    return groups, device_mesh, known
+    return groups, known
 
 
 def _channels(pp: Group) -> dict[str, Group]:

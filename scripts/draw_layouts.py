@@ -5,18 +5,17 @@ Every square comes from the layouts, masks and blocks that training uses; nothin
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 from xml.sax.saxutils import escape
 
 import numpy as np
+from written import ROOT, main
 
 from megafour.parallel.context.blocks import Places
 from megafour.parallel.context.layout import LAYOUTS, Layout
 from megafour.parallel.context.mask import Kind, Mask
 
-ROOT = Path(__file__).resolve().parent.parent
 RANKS, SEQ = 4, 16
 COLOURS = ("#2563eb", "#f59e0b", "#10b981", "#db2777")
 INK, PALE, LINE = "#1f2937", "#f3f4f6", "#d1d5db"
@@ -109,18 +108,5 @@ def drawings() -> dict[Path, str]:
                                                         for kind in LAYOUTS}}
 
 
-def main() -> int:
-    """Write the pictures, or with --check only compare them."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="exit 1 if a picture is not up to date; write nothing")
-    check = parser.parse_args().check
-    stale = [path for path, text in drawings().items() if not path.exists() or path.read_text("utf-8") != text]
-    for path in stale:
-        print(f"{'not up to date' if check else 'wrote'}: {path.relative_to(ROOT)}")
-        if not check:
-            path.write_text(drawings()[path], "utf-8")
-    return 1 if check and stale else 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(__doc__, drawings))

@@ -1,12 +1,12 @@
 """Writes what follows from the schema: docs/configuration.md, docs/migrating.md and configs/schema.json."""
 
-import argparse
 import sys
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
+from written import ROOT, main
 
 from megafour.config.aliases import ALIASES, PROJECTS
 from megafour.config.load import json_schema
@@ -14,8 +14,6 @@ from megafour.config.presets import PRESETS
 from megafour.config.schema import Config
 from megafour.config.types import in_words, item_section, section_of
 from megafour.config.yaml_text import shown
-
-ROOT = Path(__file__).resolve().parent.parent
 
 CONFIGURATION = """\
 # Configuration
@@ -61,8 +59,8 @@ RULES = """
 Checked at start, on every rank; the message shows the equation with its numbers and names the key to turn.
 
 - world = dp · pp · tp · cp, and `train.global_batch_size` = dp · `train.micro_batch_size` · accumulation.
-- cp > 1: `data.seq_length` is a multiple of 2 · cp (zigzag). tp > 1 with `parallel.sequence_parallel`:
-  `data.seq_length` / cp is a multiple of tp.
+- cp > 1: `data.seq_length` is a multiple of 2 · cp (zigzag) or cp (striped, contiguous). tp > 1 with
+  `parallel.sequence_parallel`: `data.seq_length` / cp is a multiple of tp.
 - Heads are a multiple of tp and of key/value heads; key/value heads are a multiple of tp or tp is a multiple of them;
   `model.ffn_hidden_size` is a multiple of tp. The vocabulary is padded and has no rule.
 - pp · virtual stages ≤ layers; an explicit `parallel.pipeline.partition` has as many entries of at least 1 that add up
@@ -75,7 +73,7 @@ Checked at start, on every rank; the message shows the equation with its numbers
 ## Presets
 
 `model.preset` takes one of these names, or the path of a Hugging Face folder or of its `config.json` (model types
-llama, mistral without a window, qwen2, qwen3, gpt2). What such a file asks for and this version does not compute is
+llama, mistral, qwen2, qwen3, gpt2). What such a file asks for and this version does not compute is
 refused by name.
 
 """
@@ -148,19 +146,5 @@ def documents() -> dict[Path, str]:
     }
 
 
-def main() -> int:
-    """Write the files, or with --check only compare them."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="exit 1 if a file is not up to date; write nothing")
-    check = parser.parse_args().check
-    stale = [path for path, text in documents().items() if not path.exists() or path.read_text("utf-8") != text]
-    for path in stale:
-        print(f"{'not up to date' if check else 'wrote'}: {path.relative_to(ROOT)}")
-        if not check:
-            path.parent.mkdir(exist_ok=True)
-            path.write_text(documents()[path], "utf-8")
-    return 1 if check and stale else 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(__doc__, documents))

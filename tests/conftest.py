@@ -12,11 +12,15 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from megafour.verify.pool import PRELOAD, Pool
 
 ROOT = Path(__file__).resolve().parent.parent
+hypothesis.settings.register_profile("steady", deadline=None, derandomize=True,
+                                     suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("steady")    # a test depends on neither chance nor the machine's speed
 ROWS = pytest.StashKey[list[dict]]()
 
 

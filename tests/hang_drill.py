@@ -22,7 +22,7 @@ from unittest import mock
 from megafour.verify.pool import PRELOAD
 from tests.kill_drill import fork_ranks
 
-PATIENCE = 60.0
+PATIENCE = 120.0
 
 
 def _there(run: Path, victim: int, how: str) -> bool:
@@ -64,7 +64,7 @@ def drill(folder: Path, world: int, values: dict, victim: int, how: str) -> dict
     pids = _start(folder, world, values, victim, how)
     try:
         while not _there(run, victim, how):
-            assert time.monotonic() < begun + 3 * PATIENCE, (folder / "output").read_text()[-3000:]
+            assert time.monotonic() < begun + 2 * PATIENCE, (folder / "output").read_text()[-3000:]
             time.sleep(0.005)
         if how != "busy":
             os.kill(pids[victim], signal.SIGSTOP)

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from megafour.verify.pool import PRELOAD
 
-PATIENCE = 60.0
+PATIENCE = 180.0
 """Seconds in which all ranks must have ended once one was killed."""
 MEETING = 3.0
 """The same while they meet: a rank that never comes is waited for in a start, and it is the launcher that ends the

@@ -13,7 +13,8 @@ from megafour.config.types import item_section, section_of
 
 
 @pytest.fixture
-def generator(pytestconfig):
+def generator(pytestconfig, monkeypatch):
+    monkeypatch.syspath_prepend(str(pytestconfig.rootpath / "scripts"))
     path = pytestconfig.rootpath / "scripts" / "generate_docs.py"
     spec = importlib.util.spec_from_file_location("generate_docs", path)
     assert spec is not None and spec.loader is not None
@@ -67,4 +68,3 @@ def test_the_json_schema_describes_the_yaml(pytestconfig):
     assert set(schema["properties"]) == set(Config.model_fields)
     optimizer = schema["$defs"]["OptimizerConfig"]
     assert optimizer["additionalProperties"] is False and optimizer["properties"]["lr"]["description"]
-

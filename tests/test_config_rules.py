@@ -4,7 +4,7 @@ import pytest
 
 from megafour.config.errors import ConfigError
 from megafour.config.load import load_config
-from megafour.config.rules import broken_rules, resolve
+from megafour.config.rules import resolve
 from megafour.cost.describe import describe, mesh_name
 from megafour.cost.flops import model_parameters
 
@@ -127,6 +127,7 @@ def resolved(world, *overrides):
     # Kernels
     (1, ["kernels.attention=flash", "train.precision=fp32"], ["kernels.attention", "fp32", "bf16"]),
     (1, ["kernels.attention=flash", "run.device=cpu"], ["run.device is cpu"]),
+    (1, ["kernels.attention=flash", "train.precision=bf16", "parallel.context.fp32_blocks=true"], ["fp32_blocks"]),
 ])
 def test_rules_between_keys(world, overrides, words):
     if words is None:
@@ -191,12 +192,6 @@ def test_a_pattern_of_windows_repeats_over_the_layers():
     for wrong in ("[]", "[0]", "0", "[4, x]"):
         with pytest.raises(ConfigError, match="model.attention_window"):
             resolved(1, f"model.attention_window={wrong}")
-
-
-def test_broken_rules_lists_all():
-    config = resolved(1).replace({"parallel.tp": 3, "train.micro_batch_size": 3, "parallel.ep": 2})
-    messages = broken_rules(config)
-    assert len(messages) == 6 and all(" " in message for message in messages)
 
 
 @pytest.mark.parametrize(("name", "world", "mesh", "accumulation"), [

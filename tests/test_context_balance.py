@@ -49,7 +49,7 @@ def cases(draw):
     return layout, ulysses, Mask(draw(st.none() | st.integers(1, layout.seq_length)), starts)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(cases())
 def test_work_is_that_of_the_blocks(case):
     layout, ulysses, mask = case
@@ -76,7 +76,8 @@ def test_describe_of_a_config():
     assert "documents" not in text and "document" in words("parallel.cp=4", "data.document_mask=true")
 
 
-def test_the_drawings_are_those_of_the_code(pytestconfig):
+def test_the_drawings_are_those_of_the_code(pytestconfig, monkeypatch):
+    monkeypatch.syspath_prepend(str(pytestconfig.rootpath / "scripts"))
     path = pytestconfig.rootpath / "scripts" / "draw_layouts.py"
     spec = importlib.util.spec_from_file_location("draw_layouts", path)
     module = importlib.util.module_from_spec(spec)

@@ -57,7 +57,7 @@ def cases(draw):
     return layout, Mask(window, starts), draw(st.integers(1, 8)), draw(st.integers(1, 6))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(cases())
 def test_blocks_cover_what_is_seen_once(case):
     layout, mask, tile, short = case
@@ -74,7 +74,7 @@ def test_blocks_cover_what_is_seen_once(case):
                 assert not want.any() or (i - j) % layout.cp <= reach[j]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=1, max_size=40))
 def test_any_staircase(steps):
     low, width = np.cumsum([a for a, _ in steps]), np.array([b for _, b in steps])

@@ -220,3 +220,12 @@ def test_contiguous_sends_nothing_backwards_and_a_window_ends_the_way(pool):
     hop, home = kv * (2 + 2 + 4), kv * 4
     near = [[("ring", "send_recv", hop * (r < 3) + home * (r > 0))] for r in range(world)]
     assert pool.run(ledger_of, world, "ring", "contiguous", 4) == near
+
+
+@pytest.mark.parametrize("method", ["ulysses", "usp", "all_gather"])
+def test_rows_are_put_in_order_on_the_device_of_the_mesh(method):
+    """The meta device stands for a GPU: an index of the CPU's would fail there."""
+    mesh = Mesh.build(cp=4, rank=1, device=torch.device("meta"), **DEGREES.get(method, lambda cp: {})(4))
+    core = core_of(method, Layout(32, 4, "zigzag"), mesh, torch.bfloat16)
+    orders = core.gathering if method == "all_gather" else core
+    assert {orders.order.device.type, orders.back.device.type} == {"meta"}

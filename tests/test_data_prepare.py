@@ -145,6 +145,17 @@ def test_merge_wants_every_shard_of_one_corpus(tmp_path, capsys):
     assert cli.main(merge) == 1 and "several divisions: [2, 3]" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("text", "words"), [("{", "cannot be read as JSON"), ("{}", "does not say bad_records, ")])
+def test_merge_names_a_damaged_shard(tmp_path, capsys, text, words):
+    (tmp_path / "a.jsonl").write_bytes(lines(TEXTS[:50]))
+    for shard in ("0/2", "1/2"):
+        run(tmp_path, tmp_path / "a.jsonl", "--shard", shard)
+    capsys.readouterr()
+    (tmp_path / "out.shard-00001-of-00002.json").write_text(text)
+    assert cli.main(["prepare", "--merge", "--output", str(tmp_path / "out")]) == 1
+    assert f"out.shard-00001-of-00002.json {words}" in capsys.readouterr().err
+
+
 BAD = {
     3: (b"{broken", "not JSON"),
     5: (b'{"n": 1}', "no key 'text' \\(found: n\\)"),

@@ -256,7 +256,7 @@ def test_labels_are_shifted_before_the_sequence_is_split(cp):
     whole = {}
     for rank in range(cp):
         part = collate(rows, torch.arange(1), zigzag(16, cp, rank))
-        assert part.valid_tokens() == 16 // cp
+        assert int((part.labels != IGNORE).sum()) == 16 // cp
         whole |= {
             int(p): (int(t), int(label))
             for p, t, label in zip(part.positions, part.tokens[0], part.labels[0], strict=True)

@@ -78,6 +78,14 @@ def test_the_end_mark_that_a_folder_names(paths, tmp_path):
     }
 
 
+@pytest.mark.parametrize(("text", "words"), [("{", "cannot be read as JSON"), ("[]", "holds no JSON object")])
+def test_damaged_settings_beside_a_tokenizer_are_named(paths, tmp_path, text, words):
+    (tmp_path / "tokenizer.json").write_bytes(paths["huggingface"].read_bytes())
+    (tmp_path / "tokenizer_config.json").write_text(text)
+    with pytest.raises(DataError, match=f"tokenizer_config.json {words}"):
+        load_tokenizer("huggingface", tmp_path)
+
+
 def test_training_is_reproducible(paths, tmp_path):
     train_sentencepiece(iter(CORPUS), 320, tmp_path / "again.model")
     assert (tmp_path / "again.model").read_bytes() == paths["sentencepiece"].read_bytes()

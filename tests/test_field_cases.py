@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -13,6 +14,8 @@ from megafour.config.errors import ConfigError
 from megafour.config.load import config_from
 from megafour.config.rules import resolve
 from megafour.data.batch import MicroBatch, collate
+from megafour.model.decoder import Block
+from megafour.parallel.context.ring import RingAttention
 from megafour.parallel.pieces import named_pieces
 from megafour.parallel.random import DropoutAddress, hidden_dropout
 from megafour.trainer.setup import build_mesh, build_state
@@ -197,3 +200,25 @@ def test_a17_first_weights_depend_on_the_seed_alone(pool, parallel) -> None:
             assert part.equal(torch.tensor(whole[name][1])[place]), name
 
 
+def test_f2_recomputation_saves_less_and_repeats_only_what_it_was_asked_to() -> None:
+    def step_of(recompute: str) -> tuple[int, int, int]:
+        """Bytes of activations that a forward saves, calls of layers and of their attention in forward and backward."""
+        state, saved = state_of(1, {}, train={"recompute": recompute}), {}
+        batch, = batches_of(state, size=BATCH)
+        weights = {param.data_ptr() for param in state.stage.parameters()}
+
+        def keep(x: torch.Tensor) -> torch.Tensor:
+            if x.data_ptr() not in weights:
+                saved[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+            return x
+
+        with (mock.patch.object(Block, "forward", autospec=True, side_effect=Block.forward) as layers,
+              mock.patch.object(RingAttention, "__call__", autospec=True, side_effect=RingAttention.__call__) as cores):
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+                loss = state.stage(batch, None, torch.tensor(1.0), step=0, train=True)
+            loss.backward()
+        return sum(saved.values()), layers.call_count, cores.call_count
+
+    none, selective, full = map(step_of, ("none", "selective", "full"))
+    assert none[1:] == (4, 4) and selective[1:] == (4, 8) and full[1:] == (8, 8)
+    assert full[0] < none[0] / 4 and selective[0] < none[0]

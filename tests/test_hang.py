@@ -38,11 +38,11 @@ def drilled(request, tmp_path_factory) -> dict[str, tuple[dict, str, str]]:
         write_corpus(folder / "corpus")
         values = settings(folder, parallel, checkpoint={"asynchronous": how == "saving", "every": 0},
                           train={"steps": 4 if how == "saving" else 100000})
-        values["run"]["timeout_seconds"] = 4
+        values["run"]["timeout_seconds"] = 8
         given.append({"folder": str(folder), "world": world, "values": values, "victim": victim, "how": how})
     ended = subprocess.run(
         [sys.executable, "-m", "tests.hang_drill", json.dumps(given)], cwd=ROOT, capture_output=True, text=True,
-        timeout=400, env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
+        timeout=800, env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
                           "TORCH_FR_BUFFER_SIZE": "2000"})
     assert ended.returncode == 0, ended.stderr[-4000:]
     found = {}
@@ -63,8 +63,8 @@ def drilled(request, tmp_path_factory) -> dict[str, tuple[dict, str, str]]:
     ("saving", r"\w+ over checkpoint")])
 def test_a_stopped_rank_is_named_whatever_the_others_wait_for(drilled, name, waits):
     (found, reason, report), (_, world, victim, _) = drilled[name], SCENARIOS[name]
-    assert found["codes"] == [1] * (world - 1) and found["seconds"] < 60
-    assert re.search(rf"^{waits} did not complete in 4 s \(run.timeout_seconds\); ", reason)
+    assert found["codes"] == [1] * (world - 1) and found["seconds"] < 120
+    assert re.search(rf"^{waits} did not complete in 8 s \(run.timeout_seconds\); ", reason)
     assert re.search(rf"no answer from rank {victim} \([a-z0-9-]+\), pid \d+ on \S+; waiting: ", reason)
     for rank in range(world):
         if rank == victim:
@@ -73,13 +73,13 @@ def test_a_stopped_rank_is_named_whatever_the_others_wait_for(drilled, name, wai
             assert re.search(rf"rank {rank} \([a-z0-9-]+\) in step \d+, \w+ for \w+", reason)
             assert re.search(rf"^rank {rank} .*: step \d+, \w+, waits for \w+", report, re.M)
     assert ("in _save" if name == "saving" else "in train_step") in report      # where in the code
-    assert found["output"].count("did not complete in 4 s") == 1        # one line on the console, not one a rank
+    assert found["output"].count("did not complete in 8 s") == 1        # one line on the console, not one a rank
 
 
 def test_a_rank_that_lives_and_does_not_come_is_told_from_a_stopped_one(drilled):
     found, reason, report = drilled["busy"]
-    assert found["codes"] == [1, 1] and found["seconds"] < 60
-    assert re.search(r"did not complete in 4 s .*; rank 0 \(dp0\), pid \d+ on \S+ waits for no rank, in step 4, data, "
+    assert found["codes"] == [1, 1] and found["seconds"] < 120
+    assert re.search(r"did not complete in 8 s .*; rank 0 \(dp0\), pid \d+ on \S+ waits for no rank, in step 4, data, "
                      r"at \S+loop.py:\d+ in train; waiting: rank 1 \(dp1\) in step 4, \w+ for all_reduce", reason)
     assert "no answer" not in reason and "hang_drill.py" in report
 
@@ -102,21 +102,21 @@ def test_torchrun_leaves_nobody_behind(tmp_path):
     """The agent's SIGTERM does not reach a stopped rank; its SIGKILL, half a minute later, does."""
     write_corpus(tmp_path / "corpus")
     values = settings(tmp_path, {"tp": 2}, train={"steps": 100000}, checkpoint={"every": 0})
-    values["run"]["timeout_seconds"] = 3
+    values["run"]["timeout_seconds"] = 8
     (tmp_path / "run.yaml").write_text(json.dumps(values))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
                str(ROOT / "train.py"), "--config", str(tmp_path / "run.yaml")]
     job = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
                            env={**os.environ, "PYTHONPATH": str(ROOT)})
     try:
-        end, logs = time.monotonic() + 90, tmp_path / "run" / "metrics.jsonl"
+        end, logs = time.monotonic() + 300, tmp_path / "run" / "metrics.jsonl"
         while not (logs.exists() and logs.read_text().count("\n") >= 3):
             assert time.monotonic() < end and job.poll() is None
             time.sleep(0.05)
         ranks = [int(pid) for pid in Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()]
         assert len(ranks) == 2
         os.kill(ranks[1], signal.SIGSTOP)
-        _, errors = job.communicate(timeout=60)
+        _, errors = job.communicate(timeout=180)
     finally:
         job.kill()
     assert job.returncode == 1

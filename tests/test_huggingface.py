@@ -17,6 +17,7 @@ from megafour.config.errors import ConfigError
 from megafour.config.huggingface import read_huggingface
 from megafour.config.load import config_from
 from megafour.config.rules import resolve
+from megafour.data.errors import DataError
 from megafour.inference.convert import from_huggingface, to_huggingface
 from tests.huggingface import MODELS, deviation_of, doubled, logits_of, open_model, our_logits, save_model
 
@@ -168,6 +169,14 @@ def test_a_model_that_no_family_has_is_not_exported(tmp_path, values, key):
     with pytest.raises(ConfigError) as error:
         to_huggingface(tmp_path / "ours", tmp_path / "back")
     assert key in str(error.value) and not (tmp_path / "back").exists()
+
+
+def test_damaged_generation_settings_are_named(tmp_path):
+    save_model("llama", tmp_path / "hf", torch.float32)
+    (tmp_path / "hf" / "generation_config.json").write_text("{")
+    from_huggingface(tmp_path / "hf", tmp_path / "ours")
+    with pytest.raises(DataError, match="generation_config.json cannot be read as JSON"):
+        to_huggingface(tmp_path / "ours", tmp_path / "back")
 
 
 def test_nothing_is_overwritten_and_nothing_half_written_stays(tmp_path, monkeypatch):

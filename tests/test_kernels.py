@@ -124,7 +124,7 @@ def test_a_cpu_run_imports_no_gpu_package():
             "gpu = {'flash_attn', 'transformer_engine', 'triton', 'megafour.kernels.attention_cuda'}\n"
             "bad = gpu & set(sys.modules)\n"
             "assert not bad, bad")
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
 
 
 def test_norms_equal_their_formulas():

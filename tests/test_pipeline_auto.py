@@ -15,7 +15,7 @@ from megafour.parallel.pipeline.simulate import Times
 DURATION = st.integers(1, 9)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(1, 8), st.integers(1, 24), st.integers(1, 16), DURATION, DURATION, DURATION, st.integers(0, 2),
        st.sampled_from((0.0, 0.37, 1.0)))
 def test_within_memory_and_no_worse(ranks, microbatches, memory, forward, backward, weight, transfer, kept):

@@ -108,7 +108,7 @@ def problems(draw, alike):
     return Loads(layers, ends[0], ends[1], draw(st.sampled_from((memory, []))), ends[2], ends[3]), placement
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(problems(alike=True))
 def test_the_best_cut_of_equal_layers(problem):
     """Found at once, so that the descent that follows has nothing left to do: among many stages it could be stuck."""
@@ -118,7 +118,7 @@ def test_the_best_cut_of_equal_layers(problem):
     assert price(loads, placement, balance(loads, placement))[:3] == best
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(problems(alike=False))
 def test_the_best_cut_with_one_stage_a_rank(problem):
     loads, placement = problem

@@ -76,8 +76,8 @@ def test_a_failure_names_its_rank_and_the_pool_goes_on(ranks):
 
 
 def test_a_hang_shows_where_and_the_pool_is_rebuilt(ranks):
-    with pytest.raises(TimeoutError, match=r"1 of 3 ranks did not end within 2 s") as caught:
-        ranks.run(hangs_on_one, 3, timeout=2)
+    with pytest.raises(TimeoutError, match=r"1 of 3 ranks did not end within 8 s") as caught:
+        ranks.run(hangs_on_one, 3, timeout=8)
     assert "rank 2:" in str(caught.value) and "hangs_on_one" in str(caught.value)
     assert ranks.run(total, 3, 0.0) == [3.0] * 3
 
@@ -100,5 +100,5 @@ def test_a_rank_that_is_done_stays_until_the_others_are(ranks):
     started = time.monotonic()
     with pytest.raises(RankError, match="rank 1: RuntimeError"):      # but not for ever
         ranks.run(ends_while_its_peer_waits, 2)
-    assert time.monotonic() - started < 60
+    assert time.monotonic() - started < 120
     assert ranks.run(total, 4, 0.0) == [6.0] * 4

@@ -12,6 +12,7 @@ from megafour.mesh import Mesh
 from megafour.model.stage import build_stage, initialize_parameter
 from megafour.parallel.pieces import named_pieces
 from megafour.verify.reference import dense_attention, reference_loss
+from tests.huggingface import doubled
 
 transformers = pytest.importorskip("transformers")
 
@@ -86,16 +87,9 @@ def view_in_gpt2(tensors: dict, name: str, ndim: int, hidden: int) -> torch.Tens
     return x.t() if ndim == 2 and ("c_" in slot) else x
 
 
-def keep_double(self, x: torch.Tensor) -> torch.Tensor:
-    """transformers' RMSNorm without its cast to fp32, which holds in fp64 models too and costs eight digits."""
-    return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon))
-
-
 def check(stage, model, slot) -> None:
     """Copy our weights over, run both, compare the loss and every gradient."""
-    for module in model.modules():
-        if type(module).__name__.endswith("RMSNorm"):
-            module.forward = keep_double.__get__(module)
+    doubled(model)
     params = dict(model.named_parameters())
     with torch.no_grad():
         for param, piece in named_pieces(stage):

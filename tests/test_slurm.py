@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import random
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -70,7 +73,7 @@ class Job:
 
     def run(self, script: str, *arguments: str, **env: str) -> tuple[int, str]:
         process = self.start(script, *arguments, **env)
-        output, _ = process.communicate(timeout=120)
+        output, _ = process.communicate(timeout=300)
         return process.returncode, output
 
     def pretrain(self, *arguments: str, **env: str) -> tuple[int, str]:
@@ -147,12 +150,12 @@ def test_the_warning_reaches_the_run_twice_and_the_script_waits_for_it(job):
         ls {stop} 2>&1; trap 'echo got USR1' USR1; touch {job.folder}/up
         for i in $(seq 300); do sleep 0.1; [ ! -e {stop} ] || break; done
         sleep 1; {job.says('preempted')}""")
-    end = time.monotonic() + 60
+    end = time.monotonic() + 300
     for number, answer in ((signal.SIGUSR1, job.folder / "up"), (signal.SIGTERM, stop)):
         while not answer.exists() and time.monotonic() < end:
             time.sleep(0.1)
         process.send_signal(number)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=300)
     assert process.returncode == 0 and job.requeued(), output
     assert "No such file" in output and "got USR1" in output and stop.exists(), output
     assert "waiting for the run to save" in output
@@ -205,8 +208,9 @@ def test_two_nodes_train_as_one_world_whatever_srun_says(job):
 
 
 def _free_port() -> int:
-    import socket
-
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
+    # Below those that the system gives to whoever asks for any port: it must still be free a while later.
+    for port in random.sample(range(20000, 32000), 100):
+        with socket.socket() as found, contextlib.suppress(OSError):
+            found.bind(("127.0.0.1", port))
+            return port
+    raise RuntimeError("no free port found")

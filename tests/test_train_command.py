@@ -14,7 +14,9 @@ from megafour.config import errors
 from megafour.config.errors import ConfigError
 from megafour.config.load import config_from
 from megafour.config.rules import resolve, smallest_world
+from megafour.kernels.attention_plain import PlainAttention
 from megafour.mesh import Launch
+from megafour.model.stage import attention_kernel
 from megafour.trainer.setup import choose_device
 from tests.training import settings, write_corpus
 
@@ -86,6 +88,14 @@ def test_what_the_machine_lacks_is_refused_at_start(monkeypatch, values, words):
         choose_device(config, Launch(0, 2, 0, 2))
 
 
+def test_blocks_in_fp32_run_on_a_gpu_where_flash_kernels_take_16_bits_only():
+    def backend(fp32_blocks):
+        config = config_from({"train": {"precision": "bf16"}, "parallel": {"context": {"fp32_blocks": fp32_blocks}}})
+        return attention_kernel(config, "cuda").backend
+
+    assert isinstance(backend(True), PlainAttention) and not isinstance(backend(False), PlainAttention)
+
+
 FAULTY = """
 import sys, unittest.mock
 import megafour.trainer.loop as loop
@@ -118,7 +128,7 @@ def test_the_first_failure_is_shown_once_and_named(tmp_path, error, said):
     (tmp_path / "faulty.py").write_text(FAULTY.replace("{error}", error))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
                str(tmp_path / "faulty.py"), "--config", str(tmp_path / "run.yaml")]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120,
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300,
                            env={**os.environ, "PYTHONPATH": str(CONFIGS.parent)})
     assert ended.returncode == 1
     assert ended.stderr.count(said) == 1

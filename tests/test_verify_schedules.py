@@ -6,9 +6,10 @@ from unittest import mock
 import pytest
 
 from megafour.config.load import config_from
-from megafour.verify.matrix import OPTIONS, SCHEDULES, schedule_rows
+from megafour.verify.matrix import OPTIONS
 from megafour.verify.run import check
 from megafour.verify.shrink import option_case
+from tests.verify_rows import SCHEDULES, schedule_rows
 
 NAMES = ("schedule", "mesh", "micro_batches", "recompute", "tied", "layers", "dropout", "documents")
 

@@ -19,6 +19,7 @@ from megafour.checkpoint.agreement import collect, first_does, share
 from megafour.checkpoint.errors import CheckpointError, listed
 
 STATE, MANIFEST = "state.json", "manifest.json"
+HUGGINGFACE_CONFIG = "config.json"
 FORMAT = 1
 """Version of what a checkpoint's folder holds, in its manifest."""
 
@@ -48,6 +49,11 @@ def newest(folder: Path) -> Path | None:
     """The complete checkpoint with the highest step, or None."""
     steps = list_steps(folder)
     return step_path(folder, steps[-1]) if steps else None
+
+
+def is_huggingface(path: Path) -> bool:
+    """Whether a path is a Hugging Face folder: it has a config.json, and is no checkpoint of ours."""
+    return (path / HUGGINGFACE_CONFIG).is_file() and not (path / MANIFEST).is_file()
 
 
 def find(path: Path) -> Path:

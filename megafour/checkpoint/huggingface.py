@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 
 from megafour.checkpoint.agreement import collect, first_does, share
 from megafour.checkpoint.errors import CheckpointError, listed
-from megafour.checkpoint.folder import MANIFEST, sync_folder, write_file
+from megafour.checkpoint.folder import HUGGINGFACE_CONFIG, sync_folder, write_file
 from megafour.checkpoint.huggingface_names import Shape, Slot, is_buffer, known_name, slots
 from megafour.checkpoint.safetensors_file import (
     DTYPES,
@@ -27,17 +27,12 @@ from megafour.checkpoint.safetensors_file import (
 )
 from megafour.checkpoint.tensors import LogicalTensor
 
-CONFIG, GENERATION = "config.json", "generation_config.json"
+GENERATION = "generation_config.json"
 CARRIED = (GENERATION, "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json",
            "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja")
 """Files beside the weights that go with them both ways; none of them is code."""
 SHARD_BYTES = 5 * 10**9
 """Bytes of weights in one file of an export."""
-
-
-def is_huggingface(path: Path) -> bool:
-    """Whether a path is a Hugging Face folder: it has a config.json, and is no checkpoint of ours."""
-    return (path / CONFIG).is_file() and not (path / MANIFEST).is_file()
 
 
 def carried_files(folder: Path) -> dict[str, Path | str]:
@@ -166,7 +161,7 @@ def export(out: Path, family: str, config: dict[str, Any], shapes: dict[str, Sha
     try:
         aside.mkdir(parents=True)
         files = _write_weights(aside, _outgoing(family, shapes, dtypes, read), shard_bytes)
-        write_file(aside / CONFIG, json.dumps(config, indent=2) + "\n")
+        write_file(aside / HUGGINGFACE_CONFIG, json.dumps(config, indent=2) + "\n")
         for name, source in extra_files.items():
             write_file(aside / name, source.read_bytes() if isinstance(source, Path) else source)
         sync_folder(aside)

@@ -35,7 +35,7 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Evaluate, and print on the first rank."""
     from megafour.checkpoint.errors import CheckpointError
-    from megafour.checkpoint.huggingface import is_huggingface
+    from megafour.checkpoint.folder import is_huggingface
     from megafour.inference.load import find_models, model_settings
 
     if args.hf is not None and not is_huggingface(args.hf):
@@ -80,14 +80,14 @@ def _evaluate(models: list[Path], config: Config, what: tuple[np.ndarray, str, n
     from megafour.inference.evaluate import evaluate, settings_for
     from megafour.inference.load import first_whole, load_stage
     from megafour.mesh import Launch, start_distributed, stop_distributed
-    from megafour.trainer.setup import build_mesh
+    from megafour.trainer.setup import build_mesh, choose_device
 
     stream, where, _ = what
     if len(stream) < 2:
         raise DataError(f"{where} has {len(stream)} tokens: the first is never predicted, so it takes two or more")
     launch = Launch.from_environment()
     config = settings_for(config, launch.world, len(stream), config.train.micro_batch_size if sized else None)
-    device = launch.device(config.run.device)
+    device = choose_device(config, launch)
     start_distributed(launch, device)
     mesh = build_mesh(config, device)
     result = evaluate(load_stage(first_whole(models, mesh.group("world").pg), config, mesh), *what)

@@ -18,6 +18,7 @@ EXIT_CODES = {"ConfigError": 2, "DataError": 1, "CheckpointError": 1}
 """Failures that a user can mend: shown as one `error:` line, without a traceback. Known by name, so that a verb that
 reads no checkpoint imports no torch just to name its error."""
 
+
 class Parser(argparse.ArgumentParser):
     """An argument parser whose complaint is one line, said once under torchrun."""
 

@@ -8,6 +8,7 @@ import sys
 import time
 from typing import Any
 
+from megafour.cli._arguments import positive
 from megafour.data.errors import DataError
 
 DESCRIPTION = """Turns text into the token files that training reads: PREFIX.bin and PREFIX.idx in Megatron's format,
@@ -24,13 +25,13 @@ def add_parser(subparsers: Any) -> None:
     add("--output", required=True, metavar="PREFIX", help="the dataset: PREFIX.bin, PREFIX.idx, PREFIX.json")
     add("--tokenizer", type=_tokenizer, metavar="KIND[:PATH]",
         help="sentencepiece:FILE, huggingface:FILE, tiktoken:FILE or bytes")
-    add("--train-tokenizer", type=_positive, metavar="SIZE",
+    add("--train-tokenizer", type=positive, metavar="SIZE",
         help="first train a sentencepiece BPE model of SIZE entries on the inputs: PREFIX.model, or --tokenizer's path")
     add("--json-key", default="text", metavar="KEY", help="the field or column that holds the text (default: text)")
     add("--split-text", choices=["file", "blank-line", "line"], default="file",
         help="what one document of a .txt file is (default: the file)")
     add("--no-eod", dest="eod", action="store_false", help="no end-of-document token after each document")
-    add("--workers", type=_positive, default=os.cpu_count() or 1, metavar="N", help="processes (default: one a core)")
+    add("--workers", type=positive, default=os.cpu_count() or 1, metavar="N", help="processes (default: one a core)")
     add("--skip-bad", type=_count, default=0, metavar="N", help="leave out up to N unreadable records (default: 0)")
     add("--shard", type=_shard, metavar="I/N", help="do only part I of N, I from 0 to N-1: one job of an array")
     add("--merge", action="store_true", help="join the finished shards of PREFIX")
@@ -135,10 +136,4 @@ def _shard(text: str) -> tuple[int, int]:
 def _count(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
-    return int(text)
-
-
-def _positive(text: str) -> int:
-    if _count(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not at least 1")
     return int(text)

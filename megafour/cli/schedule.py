@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megafour.cli._arguments import positive
 from megafour.config.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -34,9 +35,9 @@ def add_parser(subparsers: Any) -> None:
     add("--name", required=True, metavar="NAME", help="gpipe, 1f1b, interleaved_1f1b, zb_h1, zb_h2, zb_v, v_half, "
         "v_min, dualpipe_v, or a table of your own: PATH.csv, PATH.json, PATH.py:function; zb_auto searches for the "
         "zero-bubble table with the smallest bubble at --times within --memory")
-    add("--stages", type=_positive, default=4, metavar="P", help="pipeline ranks (default: 4)")
-    add("--micro-batches", type=_positive, default=8, metavar="M", help="micro-batches of a step (default: 8)")
-    add("--virtual-stages", type=_positive, metavar="V", help="stages a rank (default: the schedule's own)")
+    add("--stages", type=positive, default=4, metavar="P", help="pipeline ranks (default: 4)")
+    add("--micro-batches", type=positive, default=8, metavar="M", help="micro-batches of a step (default: 8)")
+    add("--virtual-stages", type=positive, metavar="V", help="stages a rank (default: the schedule's own)")
     add("--times", type=_times, metavar="F,B,W,COMM", help="durations of one micro-batch's forward, input gradient and "
         "weight gradient on a rank, and of one transfer (default: 1,1,1,0)")
     add("--memory", type=_bound, metavar="N", help="for zb_auto: micro-batches whose activations a rank may hold "
@@ -152,9 +153,3 @@ def _json_file(text: str) -> Path:
     if not text.endswith(".json"):
         raise argparse.ArgumentTypeError(f"{text!r} is no .json")
     return Path(text)
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
-    return int(text)

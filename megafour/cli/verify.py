@@ -6,6 +6,7 @@ import argparse
 import json
 from typing import TYPE_CHECKING, Any
 
+from megafour.cli._arguments import positive
 from megafour.config.errors import ConfigError
 from megafour.config.load import load_config
 
@@ -25,7 +26,7 @@ def add_parser(subparsers: Any) -> None:
     add("--config", metavar="FILE", help="the YAML file; the defaults without it")
     add("--mesh", action="append", metavar="MESH", help="a mesh in words, as dp2-tp2; may be repeated")
     add("--options", choices=["all"], help="all: a covering array of every option, instead of the config's own")
-    add("--steps", type=_steps, default=3, metavar="K", help="training steps to compare (default: 3)")
+    add("--steps", type=positive, default=3, metavar="K", help="training steps to compare (default: 3)")
     add("--device", choices=["cpu", "cuda"], default="cpu", help="where to run (default: cpu)")
     add("--dtype", choices=["fp64", "fp32", "bf16"], default="fp64",
         help="precision of the meshes (default: fp64). fp32 and bf16 are held against an fp32 process that starts from "
@@ -72,12 +73,6 @@ def _cases(config: Any, args: argparse.Namespace) -> list[Case]:
         rows = covering_array([mesh.words for mesh in meshes])
         return [option_case(config, row, args.steps, args.dtype, args.device) for row in rows]
     return cases
-
-
-def _steps(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
-    return int(text)
 
 
 def _enough_gpus(world: int) -> None:

@@ -1,1 +1,1 @@
-"""Communication: primitives explicit in their group, their autograd pairs, and the traffic ledger."""
+"""Communication: primitives explicit in their group, the exchange with its backward, and the traffic ledger."""

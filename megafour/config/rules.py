@@ -49,12 +49,6 @@ def smallest_world(config: Config) -> int:
     return p.pp * p.tp * p.cp * (least if p.dp == "auto" else int(p.dp))
 
 
-def broken_rules(config: Config) -> list[str]:
-    """Every broken rule of a configuration whose parallel.dp is a number."""
-    groups = (version_rules, mesh_rules, model_rules, context_rules, training_rules)
-    return [message for rules in groups for message in rules(config)]
-
-
 def _check(config: Config, *groups: Rule) -> None:
     for rules in groups:
         for message in rules(config):

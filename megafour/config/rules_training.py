@@ -90,6 +90,9 @@ def _kernels(config: Config) -> Iterator[str]:
     if config.train.precision in ("fp32", "fp64"):
         yield (f"kernels.attention = flash runs in bf16 and fp16, and train.precision is {config.train.precision}; set "
                "kernels.attention=auto or train.precision=bf16")
+    if config.parallel.context.fp32_blocks:
+        yield ("kernels.attention = flash runs in bf16 and fp16, and parallel.context.fp32_blocks computes the blocks "
+               "in fp32; set kernels.attention=auto or parallel.context.fp32_blocks=false")
     if config.run.device == "cpu":
         yield "kernels.attention = flash runs on GPUs, and run.device is cpu; set kernels.attention=auto"
     if config.model.attention_dropout > 0:

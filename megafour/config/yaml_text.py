@@ -108,3 +108,8 @@ def shown(value: Any, limit: int = 80) -> str:
         text = str(value)
     text = re.sub(r"\s+", " ", text)
     return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def one_line(value: Any) -> str:
+    """Any value as YAML of one line, never cut."""
+    return yaml.safe_dump(value, default_flow_style=True, width=10**6).removesuffix("...\n").strip()

@@ -10,10 +10,8 @@ S in place of S. Recomputation is not counted, and packed documents are counted 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-GATED = ("swiglu", "geglu")
-"""Activations whose MLP has a third matrix, the gate."""
+from megafour.config.model_schema import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -28,13 +26,6 @@ class Flops:
     """6 × the parameters of the output projection and the last norm."""
     embedding: int
     """The lookup: no multiplication; counted as reading, adding and accumulating one row (3·hidden)."""
-    attention_all_pairs: int
-    """One layer's products over every pair of tokens: 12·H·S."""
-
-    @property
-    def num_layers(self) -> int:
-        """Decoder layers."""
-        return len(self.attention)
 
     @property
     def layers(self) -> list[int]:
@@ -46,26 +37,21 @@ class Flops:
         """The whole model, causal attention counted half; the lookup is left out, as everybody does."""
         return sum(self.layers) + self.head
 
-    @property
-    def per_token_full_attention(self) -> int:
-        """The whole model with attention counted as 12·L·H·S, as Megatron and nanoGPT do."""
-        return self.per_token - sum(self.attention) + self.num_layers * self.attention_all_pairs
 
-
-def layer_parameters(model: Any) -> int:
-    """Parameters of one decoder layer of `model` (the config's model section, or anything with its names)."""
-    hidden, ffn = model.hidden_size, getattr(model, "ffn_size", None) or model.ffn_hidden_size
+def layer_parameters(model: ModelConfig) -> int:
+    """Parameters of one decoder layer."""
+    hidden, ffn = model.hidden_size, model.ffn_size
     query, kv = model.num_attention_heads * model.head_size, model.kv_heads * model.head_size
-    up = 2 if model.activation in GATED else 1
+    up = 2 if model.gated else 1
     matrices = hidden * (query + 2 * kv) + query * hidden + (up + 1) * hidden * ffn
-    biases = (query + 2 * kv) if getattr(model, "qkv_bias", False) else 0
-    if getattr(model, "linear_bias", False):
+    biases = (query + 2 * kv) if model.qkv_bias else 0
+    if model.linear_bias:
         biases += hidden + up * ffn + hidden
-    norms = 2 * norm_parameters(model) + (2 * model.head_size if getattr(model, "qk_norm", False) else 0)
+    norms = 2 * norm_parameters(model) + (2 * model.head_size if model.qk_norm else 0)
     return matrices + biases + norms
 
 
-def model_parameters(model: Any, vocab_size: int) -> int:
+def model_parameters(model: ModelConfig, vocab_size: int) -> int:
     """Trained numbers of the whole model with `vocab_size` token ids, padding not counted."""
     embeddings = vocab_size * model.hidden_size * (1 if model.tie_embeddings else 2)
     if model.position == "learned":
@@ -73,21 +59,20 @@ def model_parameters(model: Any, vocab_size: int) -> int:
     return model.num_layers * layer_parameters(model) + norm_parameters(model) + embeddings
 
 
-def norm_parameters(model: Any) -> int:
+def norm_parameters(model: ModelConfig) -> int:
     """Parameters of one norm over the hidden size: a gain, and with LayerNorm a bias."""
-    return model.hidden_size * (2 if getattr(model, "norm", "rmsnorm") == "layernorm" else 1)
+    return model.hidden_size * (2 if model.norm == "layernorm" else 1)
 
 
-def model_flops(model: Any, seq_length: int, vocab_size: int | None = None) -> Flops:
+def model_flops(model: ModelConfig, seq_length: int, vocab_size: int | None = None) -> Flops:
     """FLOPs a token of `model` at `seq_length` tokens; `vocab_size` replaces the model's own where that is `auto`."""
     vocabulary = int(model.vocab_size) if vocab_size is None else vocab_size
     heads = model.num_attention_heads * model.head_size
     return Flops(
         layer_linear=6 * layer_parameters(model),
-        attention=tuple(6 * heads * seen_keys(seq_length, window) for window in _windows(model)),
+        attention=tuple(6 * heads * seen_keys(seq_length, model.window(i)) for i in range(model.num_layers)),
         head=6 * (model.hidden_size * vocabulary + norm_parameters(model)),
         embedding=3 * model.hidden_size,
-        attention_all_pairs=12 * heads * seq_length,
     )
 
 
@@ -95,12 +80,6 @@ def seen_keys(seq_length: int, window: int | None = None) -> int:
     """Twice the mean number of keys that a query sees, the diagonal counted half: S without a window."""
     width = seq_length if window is None else min(window, seq_length)
     return round(width * (2 - width / seq_length))
-
-
-def _windows(model: Any) -> list[int | None]:
-    """Each layer's attention window."""
-    window = getattr(model, "window", None)
-    return [window(layer) if window is not None else None for layer in range(model.num_layers)]
 
 
 def mfu(tokens_per_second: float, flops_per_token: float, peak_tflops: float | None, world: int) -> float | None:

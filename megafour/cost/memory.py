@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+
+from megafour.config.parallel_schema import ParallelConfig
 
 
-def sharing(parallel: Any) -> tuple[int, int]:
+def sharing(parallel: ParallelConfig) -> tuple[int, int]:
     """(stage of ZeRO that has an effect, ranks that share one copy) of a resolved `parallel`; (0, 1): none."""
     shares = (parallel.zero_size or int(parallel.dp) * parallel.cp) if parallel.zero_stage else 1
     return (int(parallel.zero_stage), shares) if shares > 1 else (0, 1)
@@ -49,22 +50,3 @@ def state_bytes(elements: int, *, zero_stage: int, shares: int, element: int, mo
 
     return StateBytes(weights=kept(3) * element, gradients=kept(2) * wide,
                       masters=kept(1) * wide if element < wide else 0, moments=kept(1) * wide * moments)
-
-
-def transient_bytes(unit: int, *, zero_stage: int, shares: int, element: int, in_flight: int = 2) -> int:
-    """What ZeRO 2 and 3 make whole for a while within a step, at most, beside what is kept.
-
-    Gradients of what fills, of `in_flight` sums that are under way, and their shares that arrive; under ZeRO 3 also the
-    weights of the unit that computes and of the one that is gathered. A tied embedding on one rank adds its matrix,
-    whose gradient is whole from the head's backward to the look-up's; schedules that put weight gradients off add what
-    waits.
-
-    Args:
-        unit: elements of the largest block, embedding or head; under ZeRO 2 of the largest bucket and all vectors.
-        zero_stage, shares, element: as above.
-        in_flight: reductions under way.
-    """
-    if zero_stage < 2:
-        return 0
-    gradients = (1 + in_flight) * unit + in_flight * (unit // shares)
-    return gradients * max(4, element) + (2 * unit * element if zero_stage == 3 else 0)

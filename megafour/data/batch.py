@@ -38,10 +38,6 @@ class MicroBatch:
         moved = {name: x.to(device, non_blocking=True) for name, x in held.items()}
         return replace(self, **moved)
 
-    def valid_tokens(self) -> int:
-        """Labels held here that take part in the loss."""
-        return int((self.labels != IGNORE).sum())
-
 
 def collate(
     rows: np.ndarray,

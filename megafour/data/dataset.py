@@ -119,8 +119,7 @@ class GlobalDataset:
     """The run's samples by number. Training draws from its sources by weight, each epoch after epoch, without end.
 
     With `endless=False` (evaluation) the sources are joined, each sample once in a fixed shuffled order, and numbers
-    past the end
-    give samples of PAD alone: a batch may reach past the end, and on every rank alike adds nothing to the loss there.
+    past the end give samples of PAD alone: a batch may reach there, and on every rank alike adds nothing to the loss.
     """
 
     def __init__(

@@ -14,6 +14,7 @@ import numpy as np
 
 from megafour.data.errors import DataError
 from megafour.data.indexed import IndexedDataset, append_file, publish, write_index
+from megafour.data.json_file import read_object
 from megafour.data.prepare import finished, shard_prefix
 
 TALLIED = ("documents", "tokens", "empty_documents", "bad_records")
@@ -26,7 +27,7 @@ def merge(output: str, overwrite: bool = False) -> dict[str, Any]:
     tokenizers.
     """
     prefixes = find_shards(output)
-    described = [json.loads(Path(prefix + ".json").read_text(encoding="utf-8")) for prefix in prefixes]
+    described = [_described(prefix) for prefix in prefixes]
     for prefix, description in zip(prefixes, described, strict=True):
         if (description["made_from"], description["tokenizer"]) != (
             described[0]["made_from"],
@@ -54,6 +55,14 @@ def merge(output: str, overwrite: bool = False) -> dict[str, Any]:
     publish(folder / "index", output + ".idx")
     shutil.rmtree(folder, ignore_errors=True)
     return total
+
+
+def _described(prefix: str) -> dict[str, Any]:
+    path = Path(prefix + ".json")
+    description = read_object(path)
+    if missing := sorted({"made_from", "tokenizer", *TALLIED} - description.keys()):
+        raise DataError(f"{path} does not say {', '.join(missing)}; make the shard again")
+    return description
 
 
 def find_shards(output: str) -> list[str]:

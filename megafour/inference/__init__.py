@@ -1,1 +1,1 @@
-"""What a trained model is used for: generating text from a checkpoint."""
+"""What a trained model is used for: evaluating, generating, looking at it, and going to and from Hugging Face."""

@@ -10,6 +10,7 @@ import torch
 
 from megafour.checkpoint import huggingface, store
 from megafour.checkpoint.errors import CheckpointError
+from megafour.checkpoint.folder import HUGGINGFACE_CONFIG, is_huggingface
 from megafour.checkpoint.reading import CheckpointReader
 from megafour.checkpoint.safetensors_file import DTYPES, SafetensorsFolder
 from megafour.checkpoint.tensors import LogicalTensor
@@ -18,6 +19,7 @@ from megafour.config.huggingface_export import family_of, huggingface_config
 from megafour.config.load import load_config, to_yaml
 from megafour.config.rules import resolve
 from megafour.config.schema import Config
+from megafour.data.json_file import read_object
 from megafour.data.tokenizer import Tokenizer
 from megafour.inference.load import find_models, first_whole, huggingface_values, open_tokenizer, vocabulary_of
 from megafour.model.shapes import logical_shapes
@@ -36,8 +38,8 @@ def from_huggingface(folder: Path, out: Path) -> Path:
     Raises:
         ConfigError, CheckpointError: naming the key or the tensor that this framework would not compute alike.
     """
-    if not huggingface.is_huggingface(folder):
-        raise CheckpointError(f"{folder} is no Hugging Face folder: it has no {huggingface.CONFIG}")
+    if not is_huggingface(folder):
+        raise CheckpointError(f"{folder} is no Hugging Face folder: it has no {HUGGINGFACE_CONFIG}")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise CheckpointError(f"{out} exists already and is not empty; give a folder that does not")
     config = resolve(load_config(None, None, huggingface_values(folder)), 1, data=False)
@@ -103,7 +105,7 @@ def _token_ids(folder: Path, tokenizer: Tokenizer | None) -> dict[str, Any]:
     ids: dict[str, Any] = {}
     path = folder / huggingface.GENERATION
     if path.is_file():
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = read_object(path)
         ids = {key: found[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in found}
     eos = ids.pop("eos_token_id", tokenizer.eod_id if tokenizer else None)
     return {"eos": eos, "other_ids": ids}

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from torch import Tensor
 
 from megafour.checkpoint import folder as checkpoints
@@ -21,6 +20,7 @@ from megafour.config.huggingface import huggingface_family
 from megafour.config.load import load_config
 from megafour.config.rules import resolve, smallest_world
 from megafour.config.schema import Config
+from megafour.config.yaml_text import one_line
 from megafour.cost.describe import describe, model_words
 from megafour.inference.load import find_model, huggingface_values, vocabulary_of
 from megafour.model.shapes import logical_shapes
@@ -44,7 +44,7 @@ class Held:
         """
         self.folder = find_model(path)
         self.read: Callable[[str], Tensor]
-        if huggingface.is_huggingface(self.folder):
+        if checkpoints.is_huggingface(self.folder):
             self.config = resolve(load_config(None, None, huggingface_values(self.folder)), 1, data=False)
             shapes = logical_shapes(self.config, vocabulary_of(self.folder, self.config))
             files = stack.enter_context(SafetensorsFolder(self.folder))
@@ -177,11 +177,7 @@ def mapping_differences(a: dict[str, Any], b: dict[str, Any]) -> Iterator[str]:
         # A nullable mapping is one key where it is null, and its own keys where it is set: those are shown.
         opened = any(other.startswith(f"{key}.") for other in (*a, *b))
         if a.get(key) != b.get(key) and not opened:
-            yield f"{key}: {_value(a.get(key))} -> {_value(b.get(key))}"
-
-
-def _value(value: object) -> str:
-    return yaml.safe_dump(value, default_flow_style=True, width=10**6).removesuffix("\n").removesuffix("\n...")
+            yield f"{key}: {one_line(a.get(key))} -> {one_line(b.get(key))}"
 
 
 def _facts(facts: dict[str, Any]) -> Iterator[str]:

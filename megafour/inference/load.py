@@ -13,12 +13,14 @@ from torch.distributed import ProcessGroup
 from megafour.checkpoint import huggingface, store, whole
 from megafour.checkpoint.agreement import rank_in
 from megafour.checkpoint.errors import CheckpointError
+from megafour.checkpoint.folder import is_huggingface
 from megafour.checkpoint.tensors import LogicalTensor
 from megafour.checkpoint.whole import sound_at_a_glance
 from megafour.config.huggingface import huggingface_family, read_huggingface
 from megafour.config.load import load_config
 from megafour.config.rules import resolve
 from megafour.config.schema import Config
+from megafour.cost.memory import sharing
 from megafour.data.tokenizer import FILE_NAMES, Tokenizer, load_tokenizer
 from megafour.mesh import Launch, Mesh
 from megafour.model.shapes import logical_shapes
@@ -45,7 +47,7 @@ def find_model(path: Path) -> Path:
     Raises:
         CheckpointError: where there is none.
     """
-    return Path(path) if huggingface.is_huggingface(Path(path)) else store.find(Path(path))
+    return Path(path) if is_huggingface(Path(path)) else store.find(Path(path))
 
 
 def find_models(path: Path) -> list[Path]:
@@ -57,7 +59,7 @@ def find_models(path: Path) -> list[Path]:
     Raises:
         CheckpointError: where there is none, or none is whole.
     """
-    models = [Path(path)] if huggingface.is_huggingface(Path(path)) else store.find_all(Path(path))
+    models = [Path(path)] if is_huggingface(Path(path)) else store.find_all(Path(path))
     sound, damaged = sound_at_a_glance(models)
     if models[0] not in sound and Launch.from_environment().rank == 0:
         _say_skipped(damaged)
@@ -70,7 +72,7 @@ def first_whole(models: list[Path], group: ProcessGroup | None) -> Path:
     Raises:
         CheckpointError: on all ranks alike, where none is.
     """
-    if huggingface.is_huggingface(models[0]):
+    if is_huggingface(models[0]):
         return models[0]        # it carries no checksums
     model, damaged = whole.first_whole(models, group)
     if rank_in(group) == 0:
@@ -95,7 +97,7 @@ def model_settings(folder: Path, overrides: list[str] | None = None, precision: 
     Raises:
         ConfigError: for what cannot be computed, by name.
     """
-    if huggingface.is_huggingface(folder):
+    if is_huggingface(folder):
         values = huggingface_values(folder)
     else:
         trained = load_config(str(folder / "config.yaml"))
@@ -137,7 +139,7 @@ def load_stage(folder: Path, config: Config, mesh: Mesh) -> Loaded:
         CheckpointError: on all ranks, where the folder is damaged or does not fit its own config.
     """
     vocab_size = vocabulary_of(folder, config)
-    if config.parallel.zero_stage == 3 and mesh.group("shard").size > 1:
+    if sharing(config.parallel)[0] == 3:
         stage, buckets = build_buckets(config, mesh, vocab_size, trained=False)
         held = [LogicalTensor(f"weights/{name}", shape, bucket.weight_shard.dtype, parts, True)
                 for bucket in buckets.buckets for name, shape, _, parts in shard_parts(bucket, bucket.weight_shard)]
@@ -148,7 +150,7 @@ def load_stage(folder: Path, config: Config, mesh: Mesh) -> Loaded:
                 for param, piece in named_pieces(stage)]
     group = mesh.group("world").pg
     with torch.no_grad():
-        if huggingface.is_huggingface(folder):
+        if is_huggingface(folder):
             huggingface.load(folder, huggingface_family(folder), logical_shapes(config, vocab_size), held, group)
         else:
             store.load(folder, held, group, only=("weights/",), cast=True, verified=True)

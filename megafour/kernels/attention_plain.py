@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megafour.kernels.attention import Dropped
-from megafour.kernels.matmul import matmul_dtype
+from megafour.kernels.matmul import matmul_dtype, wide_dtype
 
 QUERY_BLOCK = 256
 """Queries a block holds: its causal keys end with it, so that the masked half is skipped but for the diagonal tile."""
@@ -28,7 +28,7 @@ class PlainAttention:
         dtype = matmul_dtype(q)
         k, v = (x.transpose(1, 2).to(dtype) for x in (k, v))
         out = torch.empty(q.shape, dtype=dtype, device=q.device)
-        lse = torch.empty(b, heads, n, dtype=_wide(q.dtype), device=q.device)
+        lse = torch.empty(b, heads, n, dtype=wide_dtype(q.dtype), device=q.device)
         for first, last, end in _blocks(n, k.shape[2], causal):
             scores = _scores(_stack(q[:, first:last], kv_heads, dtype), k[:, :, :end], scale, last - first, causal)
             if visible is None:
@@ -50,7 +50,7 @@ class PlainAttention:
                  scale: float, dropped: Dropped | None = None,
                  visible: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """As `AttentionBackend.backward` (Dao 2023, algorithm 2, one key block). dk and dv are summed in fp32."""
-        kv_heads, dtype, wide = k.shape[2], matmul_dtype(q), _wide(q.dtype)
+        kv_heads, dtype, wide = k.shape[2], matmul_dtype(q), wide_dtype(q.dtype)
         k, v = (x.transpose(1, 2).to(dtype) for x in (k, v))
         dq = torch.empty(q.shape, dtype=dtype, device=q.device)
         dk = torch.zeros(k.shape, dtype=wide, device=q.device)
@@ -77,10 +77,6 @@ class PlainAttention:
         return dq, dk.mul_(scale).transpose(1, 2), dv.transpose(1, 2)
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
-
-
 def _blocks(queries: int, keys: int, causal: bool) -> Iterator[tuple[int, int, int]]:
     """(first query, end of queries, end of the keys they see)."""
     for first in range(0, queries, QUERY_BLOCK):
@@ -102,7 +98,7 @@ def _unstack(x: Tensor, n: int) -> Tensor:
 
 def _scores(q: Tensor, k: Tensor, scale: float, n: int, causal: bool) -> Tensor:
     """Scaled scores `[b, kv_heads, group·n, keys]`; causal masks the last n keys, the diagonal tile."""
-    scores = (q @ k.mT).to(_wide(q.dtype)).mul_(scale)
+    scores = (q @ k.mT).to(wide_dtype(q.dtype)).mul_(scale)
     if causal:
         future = torch.ones(n, n, dtype=torch.bool, device=q.device).triu_(1)
         tile = scores.view(*scores.shape[:2], -1, n, scores.shape[-1])[..., -n:]

@@ -16,6 +16,11 @@ def native_matmul(dtype: torch.dtype) -> bool:
     return True
 
 
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What is summed over many terms of `dtype`: fp32, or fp64 where the terms are."""
+    return torch.promote_types(dtype, torch.float32)
+
+
 def matmul_dtype(x: Tensor) -> torch.dtype:
     """The dtype in which to multiply tensors like `x`: its own, or fp32 where the CPU has no instructions for it."""
     return x.dtype if x.device.type != "cpu" or native_matmul(x.dtype) else torch.float32

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from megafour.config.schema import Config
 from megafour.kernels.attention import select_attention
+from megafour.kernels.matmul import wide_dtype
 from megafour.mesh import Mesh
 from megafour.model.build import Build, Pass
 from megafour.model.decoder import Decoder, Part
@@ -143,6 +144,18 @@ class Stage(nn.Module):
         return self.part(chunk).hidden(tokens, passed, positions[self.sequence_shard])
 
 
+def attention_kernel(config: Config, device_type: str) -> Kernel:
+    """How this device computes one block of attention.
+
+    Raises:
+        ValueError: for a backend that this device does not have.
+    """
+    fp32_blocks, dtype = config.parallel.context.fp32_blocks, DTYPES[config.train.precision]
+    backend = select_attention(config.kernels.attention, device_type, wide_dtype(dtype) if fp32_blocks else dtype,
+                               config.model.attention_dropout > 0)
+    return Kernel(backend, fp32_blocks)
+
+
 def build_stage(config: Config, mesh: Mesh, vocab_size: int, *, attention: Core | None = None,
                 device: torch.device | None = None, weights: torch.device | None = None) -> Stage:
     """Build what this rank holds with uninitialised weights, on the mesh's device unless told (`meta` builds none).
@@ -153,10 +166,7 @@ def build_stage(config: Config, mesh: Mesh, vocab_size: int, *, attention: Core 
     dtype = DTYPES[config.train.precision]
     layout = layout_of(config, mesh)
     if attention is None:
-        dropout = config.model.attention_dropout > 0
-        backend = select_attention(config.kernels.attention, mesh.device.type, dtype, dropout)
-        context = config.parallel.context
-        attention = METHODS[context.method](layout, mesh, Kernel(backend, context.fp32_blocks))
+        attention = METHODS[config.parallel.context.method](layout, mesh, attention_kernel(config, mesh.device.type))
     pipeline = pipeline_of(config)
     placement, spans = pipeline.placement, partition_layers(config, pipeline, vocab_size)
     parts = [Part(range(spans[stage][0], sum(spans[stage])), stage == 0, stage == placement.stages - 1)

@@ -13,6 +13,7 @@ from megafour.checkpoint.errors import CheckpointError
 from megafour.config.errors import ConfigError
 from megafour.config.load import to_yaml
 from megafour.config.schema import Config
+from megafour.config.yaml_text import one_line
 from megafour.data.dataset import Datasets
 from megafour.data.progress import changed
 
@@ -83,11 +84,7 @@ def _differences(old: Any, new: Any, key: str = "") -> list[tuple[str, str]]:
     if isinstance(old, dict) and isinstance(new, dict):
         return [found for name in old if name in new
                 for found in _differences(old[name], new[name], f"{key}.{name}" if key else str(name))]
-    return [] if old == new else [(key, f"{_shown(old)} -> {_shown(new)}")]
-
-
-def _shown(value: Any) -> str:
-    return yaml.safe_dump(value, default_flow_style=True, width=10**6).removesuffix("...\n").strip()
+    return [] if old == new else [(key, f"{one_line(old)} -> {one_line(new)}")]
 
 
 def _meaning(key: str) -> bool:

@@ -122,7 +122,7 @@ class Run:
             self.saver.look()       # makes its group now: to meet for it later, ranks would wait for one that has died
         steps = iter(self.loader(self.datasets.train, progress.consumed_samples, cfg.data.workers))
         total = int(cfg.train.steps or 0)
-        outcome, first_step = "finished", True
+        outcome, first_step, enough = "finished", True, False
         slow = SlowRanks(self.state.mesh, cfg.logging.slow_ranks)
         world = self.state.mesh.world
         while progress.step < total:
@@ -145,9 +145,8 @@ class Run:
                 line.update(self.evaluate())
             if self.metrics is not None:
                 self.metrics.write(line)
-            if cfg.checkpoint.every and progress.step % cfg.checkpoint.every == 0:
-                paused = True
-                self.save()
+            if cfg.checkpoint.every and progress.step % cfg.checkpoint.every == 0 and not self.flags:
+                paused, enough = True, not self.save(self._asked if self._saving() else None)
             if cfg.checkpoint.asynchronous:
                 self.saver.look()
             if paused and not self.flags:
@@ -157,7 +156,7 @@ class Run:
             if self.flags > 0:
                 outcome = "preempted"
                 break
-        if outcome == "finished" or not self._saving():
+        if outcome == "finished" or not (enough or self._saving()):
             self.save()
         self.saver.wait()
         return outcome
@@ -165,8 +164,8 @@ class Run:
     def _saving(self) -> bool:
         """Whether a save in the background is under way on any rank.
 
-        A run that is asked to stop ends with that one: to wait for it and then for another would take twice as long,
-        which the one who asks may not grant, and it is younger than a save is long.
+        A run that is asked to stop meanwhile ends with that one: to wait for it and then for another would take twice
+        as long, which the one who asks may not grant, and it is younger than a save is long.
         """
         mine = torch.tensor(float(self.saver.under_way), dtype=torch.float64, device=self.state.mesh.device)
         return self.config.checkpoint.asynchronous and bool(on_host(control_sum(mine, self.state.mesh, "world"),
@@ -182,6 +181,11 @@ class Run:
         """The sum of all ranks' flags now, outside a step: an evaluation or a save may have taken long."""
         mine = torch.tensor(self._flag(), dtype=torch.float64, device=self.state.mesh.device)
         return float(on_host(control_sum(mine, self.state.mesh, "world"), self.state.mesh))
+
+    def _asked(self) -> bool:
+        """Whether any rank was asked to stop by now."""
+        self.flags = self._agree()
+        return self.flags > 0
 
     def _now(self, phase: str, step: int) -> None:
         """Note what this rank is about to do, for the report of a hang."""
@@ -291,11 +295,14 @@ class Run:
 
     # --- checkpoints --------------------------------------------------------------------------------------------
 
-    def save(self) -> None:
-        """Save this step (or begin to), unless it is saved already, and prune old ones."""
+    def save(self, unless: Callable[[], bool] | None = None) -> bool:
+        """Save this step (or begin to), unless it is saved already, and prune old ones.
+
+        `unless`: asked once the save before has ended. Returns False when it said so and nothing was saved.
+        """
         cfg, progress = self.config, self.progress
         if self.saved_step == progress.step:
-            return
+            return True
         from megafour.trainer.saving import logical_tensors, small_state
 
         self._now("save", progress.step)
@@ -306,8 +313,10 @@ class Run:
                             progress.skipped_steps)
         small.update(skipped_in_a_row=progress.skipped_in_a_row, tokenizer=self.datasets.tokenizer,
                      data=positions(self.datasets.train, progress.consumed_samples))
-        self.saver.save(progress.step, logical_tensors(self.state), small, files)
+        if not self.saver.save(progress.step, logical_tensors(self.state), small, files, unless):
+            return False
         self.saved_step = progress.step
+        return True
 
     def restore(self, path: Path, *, verified: bool = False) -> None:
         """Go on from a checkpoint of any mesh; `verified`: it has been read and found whole already."""

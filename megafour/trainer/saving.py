@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +30,12 @@ class Saver:
         self._background = BackgroundSaver(group) if config.asynchronous else None
         self._blocked = 0.0
 
-    def save(self, step: int, held: list[LogicalTensor], state: dict[str, Any], files: dict[str, Path | str]) -> None:
-        """Save a step; when asynchronous, begin to, once the save before has ended.
+    def save(self, step: int, held: list[LogicalTensor], state: dict[str, Any], files: dict[str, Path | str],
+             unless: Callable[[], bool] | None = None) -> bool:
+        """Save a step; when asynchronous, begin to, once the save before has ended and if `unless` then says no.
 
+        Returns:
+            whether it did.
         Raises:
             CheckpointError: on all ranks alike; when asynchronous, of the save before.
         """
@@ -41,10 +44,13 @@ class Saver:
             path = store.save(self.folder, step, held, state, files, self.group)
             self._prune(path)
             self._say(step, time.monotonic() - began)
-            return
+            return True
         self.wait()
+        if unless is not None and unless():
+            return False
         self._background.start(self.folder, step, held, state, files, self._prune)
         self._blocked = time.monotonic() - began
+        return True
 
     @property
     def failed(self) -> bool:

@@ -10,9 +10,9 @@ from megafour.comm.group import Group, solo
 from megafour.config.errors import ConfigError
 from megafour.config.schema import Config
 from megafour.cost.memory import sharing
-from megafour.kernels.attention import select_attention
+from megafour.kernels.matmul import wide_dtype
 from megafour.mesh import Launch, Mesh
-from megafour.model.stage import DTYPES, Stage, build_stage, initialize_parameter
+from megafour.model.stage import DTYPES, Stage, attention_kernel, build_stage, initialize_parameter
 from megafour.optim.optimizer import ShardedOptimizer
 from megafour.parallel.context import Core
 from megafour.parallel.data.buckets import GradientBuckets
@@ -36,8 +36,7 @@ def choose_device(config: Config, launch: Launch) -> torch.device:
         raise ConfigError(f"run.device = cuda: one GPU a rank, and this machine has {gpus} for {launch.local_world} "
                           f"local ranks; launch fewer ranks, or set run.device=auto, which then takes the CPU")
     try:
-        select_attention(config.kernels.attention, device.type, DTYPES[config.train.precision],
-                         config.model.attention_dropout > 0)
+        attention_kernel(config, device.type)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     return device
@@ -70,7 +69,7 @@ def runs_pairs(config: Config, device: torch.device) -> bool:
 
 def sharing_groups(config: Config, mesh: Mesh) -> tuple[Group, Group]:
     """(ranks that share one copy of what ZeRO shards, ranks that hold the same share): together dp×cp."""
-    if config.parallel.zero_stage == 0:
+    if sharing(config.parallel)[0] == 0:
         return solo("shard", mesh.rank), mesh.group("dp_cp")
     return mesh.group("shard"), mesh.group("replicas")
 
@@ -78,11 +77,11 @@ def sharing_groups(config: Config, mesh: Mesh) -> tuple[Group, Group]:
 def build_buckets(config: Config, mesh: Mesh, vocab_size: int, *, attention: Core | None = None,
                   trained: bool = True) -> tuple[Stage, GradientBuckets]:
     """What this rank holds, with uninitialised weights: under ZeRO 3 only its share of them ever has storage."""
-    shard, replicas = sharing_groups(config, mesh)
-    whole = config.parallel.zero_stage < 3 or shard.size == 1
-    stage = build_stage(config, mesh, vocab_size, attention=attention, weights=None if whole else torch.device("meta"))
-    accumulate = torch.promote_types(DTYPES[config.train.precision], torch.float32)
-    return stage, GradientBuckets(stage.parameters(), shard, replicas=replicas, zero_stage=config.parallel.zero_stage,
+    (shard, replicas), (zero_stage, _) = sharing_groups(config, mesh), sharing(config.parallel)
+    stage = build_stage(config, mesh, vocab_size, attention=attention,
+                        weights=torch.device("meta") if zero_stage == 3 else None)
+    accumulate = wide_dtype(DTYPES[config.train.precision])
+    return stage, GradientBuckets(stage.parameters(), shard, replicas=replicas, zero_stage=zero_stage,
                                   accumulate=accumulate, units=stage.units(), device=mesh.device, trained=trained)
 
 

@@ -45,7 +45,7 @@ def check_start(config: Config, tokenizer: str = "", allowed: Collection[str] = 
         known = _tokenizers_of(source)
     except CheckpointError as error:
         raise ConfigError(f"checkpoint.init_from={wanted}: {error}") from None
-    if not _is_checkpoint(source) and config.checkpoint.init_optimizer:
+    if checkpoints.is_huggingface(source) and config.checkpoint.init_optimizer:
         raise ConfigError(f"checkpoint.init_optimizer=true: {source} is a Hugging Face folder, which holds no "
                           "optimizer; set it to false")
     _check_model(source, config)
@@ -62,7 +62,7 @@ def find_sources(path: Path) -> tuple[list[Path], list[str]]:
     Returns:
         them but those that are seen to be damaged without reading their shards, and what is wrong with those.
     """
-    if (path / "config.json").is_file() and not _is_checkpoint(path):
+    if checkpoints.is_huggingface(path):
         return [path], []
     points = checkpoints.find_all(path)
     if len(points) == 1:
@@ -72,10 +72,6 @@ def find_sources(path: Path) -> tuple[list[Path], list[str]]:
     return sound_at_a_glance(points)
 
 
-def _is_checkpoint(source: Path) -> bool:
-    return (source / checkpoints.MANIFEST).is_file()
-
-
 def _check_model(source: Path, config: Config) -> None:
     """Refuse weights of another model, naming every key that differs."""
     wanted, theirs = config.checkpoint.init_from, _model_of(source)
@@ -83,8 +79,8 @@ def _check_model(source: Path, config: Config) -> None:
     if config.model.position == "learned":
         wrong += differences(theirs, config.model, ("max_position_embeddings",))
     if wrong:
-        fix = ("set them as they are there" if _is_checkpoint(source) else
-               f"set model.preset={wanted} and no other key of model")
+        fix = (f"set model.preset={wanted} and no other key of model" if checkpoints.is_huggingface(source) else
+               "set them as they are there")
         raise ConfigError(f"checkpoint.init_from={wanted} holds another model: {'; '.join(wrong)}; {fix}")
 
 
@@ -102,14 +98,14 @@ def _shown(value: object) -> str:
 
 
 def _model_of(source: Path) -> ModelConfig:
-    if _is_checkpoint(source):
-        return load_config(str(source / "config.yaml")).model
-    return config_from({"model": read_huggingface(source)}).model
+    if checkpoints.is_huggingface(source):
+        return config_from({"model": read_huggingface(source)}).model
+    return load_config(str(source / "config.yaml")).model
 
 
 def _tokenizers_of(source: Path) -> list[str]:
     """Hashes of the tokenizers that a starting point carries, in each form it has; none where it says nothing."""
-    if _is_checkpoint(source):
+    if not checkpoints.is_huggingface(source):
         saved = checkpoints.read_state(source).get("tokenizer")
         return [str(saved)] if saved else []
     found = []
@@ -135,7 +131,7 @@ def start_from(state: TrainState, config: Config) -> list[str]:
     path = Path(str(config.checkpoint.init_from))
     sources, damaged = first_does(lambda: find_sources(path), group, f"looking for what {path} holds")
     source, held = sources[0], logical_tensors(state, optimizer=optimizer)
-    if _is_checkpoint(source):
+    if not checkpoints.is_huggingface(source):
         from megafour.checkpoint import store, whole
 
         source, more = whole.first_whole(sources, group)

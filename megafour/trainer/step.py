@@ -15,6 +15,7 @@ from megafour.comm import primitives
 from megafour.comm.ledger import CONTROL
 from megafour.comm.waits import Wait
 from megafour.data.batch import MicroBatch
+from megafour.kernels.matmul import wide_dtype
 from megafour.mesh import Mesh
 from megafour.model.stage import Stage
 from megafour.optim.optimizer import ShardedOptimizer
@@ -102,7 +103,7 @@ def forward_backward(state: TrainState, batches: list[MicroBatch], step: int, va
     """
     state.buckets.zero()
     stage, device = state.stage, state.mesh.device
-    dtype = torch.promote_types(stage.build.dtype, torch.float32)
+    dtype = wide_dtype(stage.build.dtype)
     scale = torch.tensor(state.scaler.scale / max(valid, 1), dtype=dtype, device=device)
 
     def forward(chunk: int, index: int, x: Tensor | None) -> Tensor:
@@ -183,7 +184,7 @@ def evaluate_batch(state: Evaluated, batches: list[MicroBatch]) -> tuple[float, 
     """(sum of token losses, number of trained tokens) of one global batch, forward only through the pipeline."""
     stage, device = state.stage, state.mesh.device
     valid = count_valid_tokens(batches, state.mesh)
-    one = torch.ones((), dtype=torch.promote_types(stage.build.dtype, torch.float32), device=device)
+    one = torch.ones((), dtype=wide_dtype(stage.build.dtype), device=device)
 
     def forward(chunk: int, index: int, x: Tensor | None) -> Tensor:
         return stage(batches[index], x, one, step=0, train=False, chunk=chunk)

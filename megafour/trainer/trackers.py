@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -40,11 +42,12 @@ class Tracker:
 
     def close(self, timeout: float = 20.0) -> None:
         """Let the sink finish, for at most `timeout` seconds."""
-        try:
-            self._queue.put(None, timeout=timeout)
-        except queue.Full:
-            return
-        self._thread.join(timeout)
+        end = time.monotonic() + timeout
+        while self._thread.is_alive() and time.monotonic() < end:
+            with contextlib.suppress(queue.Full):
+                self._queue.put(None, timeout=0.1)
+                break
+        self._thread.join(max(0.0, end - time.monotonic()))
 
     def _run(self) -> None:
         try:

@@ -134,7 +134,7 @@ class HangWatch:
         aside.rename(aside.with_suffix(".json"))
         (self.folder / f"flight-{place.rank}").write_bytes(_flight_recording())
         # A shared file system may hide for a minute, from ranks that wait for nothing, that there is a report.
-        end = time.monotonic() + max(4 * self.every, self._seconds / 10)
+        end = time.monotonic() + max(10 * self.every, self._seconds / 10)
         while len(places := self._places()) < self.mesh.world and time.monotonic() < end:
             time.sleep(self.every / 4)
         try:

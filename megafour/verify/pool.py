@@ -31,6 +31,9 @@ PRELOAD = ("numpy", "torch", "torch.distributed", "torch.distributed.device_mesh
 """Imported once before the fork, shared by all ranks. None of these may run a tensor operation when imported.
 `torch._dynamo` is what the first optimizer of a process imports: 1.2 s on each of sixteen ranks otherwise."""
 
+START = 300.0
+"""Seconds that the ranks of a new pool get to import torch."""
+
 GRACE = 10.0
 """Seconds that the other ranks get to end, once one rank has failed or is done."""
 
@@ -87,7 +90,7 @@ class Pool:
         for _, theirs in pairs:
             theirs.close()
 
-    def run(self, fn: Callable[..., Any], world: int, *args: Any, timeout: float = 120,
+    def run(self, fn: Callable[..., Any], world: int, *args: Any, timeout: float = 300,
             backend: str = "gloo") -> list[Any]:
         """Call `fn(rank, world, *args)` on ranks 0..world-1 of a fresh default process group; results in rank order.
 
@@ -138,8 +141,8 @@ class Pool:
             return
         for rank, connection in enumerate(self._ranks):
             try:
-                if not connection.poll(120):
-                    raise TimeoutError(f"rank {rank} of the pool did not start within 120 s")
+                if not connection.poll(START):
+                    raise TimeoutError(f"rank {rank} of the pool did not start within {START:g} s")
                 self._pids.append(pickle.loads(connection.recv_bytes()))
             except (EOFError, TimeoutError, ConnectionResetError) as error:
                 self.close()
@@ -198,7 +201,10 @@ class Pool:
         for rank in ranks:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._pids[rank], signal.SIGUSR1)
-        time.sleep(0.5)
+        end = time.monotonic() + 5
+        while any(len(self._log(rank)) == before[rank] for rank in ranks) and time.monotonic() < end:
+            time.sleep(0.1)
+        time.sleep(0.2)    # the rest of a stack that has begun
         return {rank: "\n".join(self._log(rank)[before[rank]:].splitlines()[:14]) for rank in ranks}
 
 

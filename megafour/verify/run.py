@@ -84,7 +84,7 @@ class Outcome:
 
 
 def check(pool: Pool, case: Case, steps: int, *, precision: str = "fp64", device: str = "cpu",
-          plant: Plant | None = None, timeout: float = 120) -> Outcome:
+          plant: Plant | None = None, timeout: float = 300) -> Outcome:
     """Run `steps` steps of the reference and of the mesh of `case`; a rank's error is a failed outcome."""
     begin = time.monotonic()
     options = dict(case.options)

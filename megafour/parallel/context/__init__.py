@@ -46,12 +46,12 @@ def _double_ring(layout: Layout, mesh: Mesh, kernel: Kernel) -> Core:
 
 def _ulysses(layout: Layout, mesh: Mesh, kernel: Kernel) -> Core:
     group = mesh.group("ulysses")
-    rows = layout.shared_positions(mesh.group("ring").rank * group.size, group.size)
+    rows = layout.shared_positions(mesh.group("ring").rank * group.size, group.size).to(mesh.device)
     return UlyssesAttention(group, rows, RingAttention(mesh.group("ring"), places_of(layout, mesh), kernel))
 
 
 def _all_gather(layout: Layout, mesh: Mesh, kernel: Kernel) -> Core:
-    return AllGatherAttention(mesh.group("ring"), places_of(layout, mesh), kernel)
+    return AllGatherAttention(mesh.group("ring"), places_of(layout, mesh), kernel, mesh.device)
 
 
 METHODS: dict[str, Callable[[Layout, Mesh, Kernel], Core]] = {

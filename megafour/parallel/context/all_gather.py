@@ -13,7 +13,8 @@ from torch import Tensor
 from megafour.comm import primitives
 from megafour.comm.group import Group
 from megafour.comm.primitives import Pending
-from megafour.parallel.context.blocks import Call, Kernel, Merged, Places, add_keys, local_attention, wide
+from megafour.kernels.matmul import wide_dtype
+from megafour.parallel.context.blocks import Call, Kernel, Merged, Places, add_keys, local_attention
 from megafour.parallel.context.mask import Mask
 from megafour.parallel.random import AttentionDropout
 
@@ -70,7 +71,7 @@ class _AllGatherAttention(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, gathering: _Gathering, call: Call) -> Tensor:
         (b, n, heads, _), width = q.shape, q.shape[2] // k.shape[2]
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        lse = torch.empty(b, heads, n, dtype=wide(q.dtype), device=q.device)
+        lse = torch.empty(b, heads, n, dtype=wide_dtype(q.dtype), device=q.device)
         for head, keys, values in gathering.heads(k, v):
             own = slice(head * width, (head + 1) * width)
             merged = Merged(q[:, :, own])
@@ -84,7 +85,7 @@ class _AllGatherAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         gathering: _Gathering = ctx.gathering
-        width, accumulate = q.shape[2] // k.shape[2], wide(q.dtype)
+        width, accumulate = q.shape[2] // k.shape[2], wide_dtype(q.dtype)
         dq = torch.zeros(q.shape, dtype=accumulate, device=q.device)
         parts: list[Pending] = []
         for head, keys, values in gathering.heads(k, v):
@@ -101,10 +102,10 @@ class _AllGatherAttention(torch.autograd.Function):
 class AllGatherAttention:
     """The method `all_gather` over `group`, whose members hold `places`."""
 
-    def __init__(self, group: Group, places: Places, kernel: Kernel) -> None:
+    def __init__(self, group: Group, places: Places, kernel: Kernel, device: torch.device) -> None:
         self.group, self.kernel = group, kernel
         rows = np.concatenate(places.positions)
-        order = torch.from_numpy(np.argsort(rows))
+        order = torch.from_numpy(np.argsort(rows)).to(device)
         sequence = torch.from_numpy(np.sort(rows))
         everywhere = Places.of([*(torch.from_numpy(x) for x in places.positions), sequence])
         self.gathering = _Gathering(group, everywhere, order, torch.argsort(order))

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megafour.kernels.attention import AttentionBackend, Dropped
 from megafour.kernels.attention_plain import PlainAttention
+from megafour.kernels.matmul import wide_dtype
 from megafour.parallel.context.mask import Block, Kind, Mask
 from megafour.parallel.context.merge import merge_
 from megafour.parallel.random import AttentionDropout
@@ -29,7 +30,7 @@ class Kernel:
 
     def cast(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """As the blocks compute them."""
-        return tuple(x.to(wide(x.dtype)) for x in tensors) if self.fp32_blocks else tensors
+        return tuple(x.to(wide_dtype(x.dtype)) for x in tensors) if self.fp32_blocks else tensors
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float,
                 dropped: Dropped | None) -> tuple[Tensor, Tensor]:
@@ -51,11 +52,6 @@ class Kernel:
                                        visible=block.visible(q.device))
         return self.backend.backward(grad, q, k, v, out, lse, causal=block.kind is Kind.CAUSAL, scale=scale,
                                      dropped=dropped)
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """What partial results of `dtype` are kept and merged in."""
-    return torch.promote_types(dtype, torch.float32)
 
 
 @dataclass(frozen=True)
@@ -117,10 +113,10 @@ class Merged:
         """Fold in one block's part."""
         if self.out is None or self.lse is None:
             if part.shape[:2] == self.q.shape[:2]:    # the first block is all queries': nothing to merge with
-                self.out, self.lse = part.to(wide(part.dtype)), part_lse
+                self.out, self.lse = part.to(wide_dtype(part.dtype)), part_lse
                 return
             b, n, heads, _ = self.q.shape
-            self.out = torch.zeros(self.q.shape, dtype=wide(self.q.dtype), device=self.q.device)
+            self.out = torch.zeros(self.q.shape, dtype=wide_dtype(self.q.dtype), device=self.q.device)
             self.lse = torch.full((b, heads, n), float("-inf"), dtype=self.out.dtype, device=self.q.device)
         merge_(self.out[block.samples, block.rows], self.lse[block.samples, :, block.rows], part.to(self.out.dtype),
                part_lse)
@@ -193,7 +189,7 @@ class _LocalAttention(torch.autograd.Function):
             bits = dropped(call.bits, block, positions, positions)
             parts = call.kernel.backward(grad, q, k, v, out, lse, block, call.scale, bits)
             return *(part.to(x.dtype) for part, x in zip(parts, (q, k, v), strict=True)), None
-        dq, dk, dv = (torch.zeros(x.shape, dtype=wide(x.dtype), device=x.device) for x in (q, k, v))
+        dq, dk, dv = (torch.zeros(x.shape, dtype=wide_dtype(x.dtype), device=x.device) for x in (q, k, v))
         add_keys(dk, dv, call.backward(grad, q, k, v, out, lse, 0, dq))
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None
 

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from megafour.comm.group import Group
 from megafour.comm.primitives import Pending, send_recv
-from megafour.parallel.context.blocks import Call, Kernel, Places, add_keys, local_attention, wide
+from megafour.kernels.matmul import wide_dtype
+from megafour.parallel.context.blocks import Call, Kernel, Places, add_keys, local_attention
 from megafour.parallel.context.mask import Mask
 from megafour.parallel.context.ring import Compute, Ring, travelling_attention
 from megafour.parallel.random import AttentionDropout
@@ -46,7 +47,7 @@ class DoubleRing:
 
     def key_gradients(self, kv: Tensor, compute: Compute) -> Tensor:
         """dK/dV go round the inner ring in every round, and their sum over a node goes round the outer one."""
-        part = torch.zeros(kv.shape, dtype=wide(kv.dtype), device=kv.device)
+        part = torch.zeros(kv.shape, dtype=wide_dtype(kv.dtype), device=kv.device)
         inner, outer = _Summing(self.inner, part), _Summing(self.outer, part)
         for number, (source, here) in enumerate(self.passing(kv), 1):
             part.zero_()

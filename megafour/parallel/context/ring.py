@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megafour.comm.group import Group
 from megafour.comm.primitives import Pending, send_recv
+from megafour.kernels.matmul import wide_dtype
 from megafour.parallel.context.blocks import (
     Call,
     Kernel,
@@ -19,7 +20,6 @@ from megafour.parallel.context.blocks import (
     Places,
     add_keys,
     local_attention,
-    wide,
 )
 from megafour.parallel.context.mask import Mask
 from megafour.parallel.random import AttentionDropout
@@ -81,7 +81,6 @@ class Ring:
                 pending.wait()
                 kv = buffers[step % 2]
 
-
     def passing(self, kv: Tensor) -> Iterator[tuple[int, Tensor]]:
         """(whose they are, K/V) of all that comes by."""
         for step, here in self.travelling(kv):
@@ -90,7 +89,7 @@ class Ring:
 
     def key_gradients(self, kv: Tensor, compute: Compute) -> Tensor:
         """dK/dV travel behind their K/V, growing on every rank, and from the last one straight home."""
-        dkv = torch.zeros(kv.shape, dtype=wide(kv.dtype), device=kv.device)
+        dkv = torch.zeros(kv.shape, dtype=wide_dtype(kv.dtype), device=kv.device)
         arriving, home = torch.empty_like(dkv), torch.empty_like(dkv)
         pending: Pending | None = None
         for step, here in self.travelling(kv):
@@ -140,7 +139,7 @@ class _Travelling(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         q, packed, out, lse = ctx.saved_tensors
-        dq = torch.zeros(q.shape, dtype=wide(q.dtype), device=q.device)
+        dq = torch.zeros(q.shape, dtype=wide_dtype(q.dtype), device=q.device)
 
         def compute(source: int, kv: Tensor) -> Iterator[KeyGradients]:
             return ctx.call.backward(grad, q, kv[0], kv[1], out, lse, source, dq)

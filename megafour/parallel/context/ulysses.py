@@ -38,7 +38,8 @@ class UlyssesAttention:
     """
 
     def __init__(self, group: Group, rows: Tensor, inner: RingAttention) -> None:
-        """`rows`: the positions that the group's ranks hold together, in their order, int64 `[U · s]`."""
+        """`rows`: the positions that the group's ranks hold together, in their order, int64 `[U · s]`, on the device of
+        the activations."""
         self.group, self.inner = group, inner
         self.order = torch.argsort(rows)
         self.back = torch.argsort(self.order)

@@ -38,14 +38,14 @@ class GradientBuckets:
         Args:
             params: in the order of registration; on `meta` they are given storage, elsewhere their values move.
             group, replicas: as above.
-            zero_stage: no effect in a group of one.
+            zero_stage: 0 for a group of one.
             accumulate: dtype of gradients.
             units: what ZeRO 2 and 3 reduce and gather together.
             device: of parameters on `meta`.
             trained: False has no gradients, for inference.
         """
         self.group, self.replicas = group, replicas or solo("replicas")
-        self.zero_stage = zero_stage if group.size > 1 else 0
+        self.zero_stage = zero_stage
         self.deferral = Deferral()
         """Where weight gradients wait when a schedule splits the backward."""
         self._gathering = Gathering(self.group) if self.zero_stage == 3 else None

@@ -131,4 +131,3 @@ class _Greedy:
             arrival = end if target == rank else end + self._times.transfer
             self._arrived[target][_I if kind is _I or last else _F].append(arrival)
             heapq.heappush(self._queue, (max(arrival, self._free[target]), target))
-

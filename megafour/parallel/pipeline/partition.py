@@ -78,7 +78,7 @@ def loads(config: Any, pipeline: Pipeline, vocab_size: int) -> Loads:
 
 def layer_costs(flops: Flops, recompute: str = "none") -> list[int]:
     """FLOPs a token that each layer really costs: its own, and a third of what the backward computes again."""
-    again = {"none": [0] * flops.num_layers, "selective": flops.attention, "full": flops.layers}[recompute]
+    again = {"none": [0] * len(flops.attention), "selective": flops.attention, "full": flops.layers}[recompute]
     return [own + more // 3 for own, more in zip(flops.layers, again, strict=True)]
 
 

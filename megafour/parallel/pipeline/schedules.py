@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import lru_cache
 
+from megafour.config.rules_pipeline import VEE
 from megafour.parallel.pipeline.actions import Action, Kind, Placement, ScheduleError, Table
 from megafour.parallel.pipeline.classic import gpipe, interleaved, one_forward_one_backward
 from megafour.parallel.pipeline.dualpipe import dualpipe_v
@@ -19,21 +20,13 @@ SCHEDULES: dict[str, Schedule] = {
     "zb_v": zb_v, "v_half": v_half, "v_min": v_min, "dualpipe_v": dualpipe_v}
 """Every schedule by the name that the config uses."""
 
-VEE = ("zb_v", "v_half", "v_min", "dualpipe_v")
-"""Schedules whose ranks hold two stages each, in a V."""
-
-
-def default_virtual_stages(name: str) -> int:
-    """What `virtual_stages: null` means: 2 for the V schedules, 1 else."""
-    return 2 if name in VEE else 1
-
 
 @lru_cache(maxsize=8)  # a table is immutable, and every step asks for the same one
 def build(name: str, stages: int, microbatches: int, virtual_stages: int | None = None) -> Table:
     """The table of the schedule called `name`; `virtual_stages` None means the schedule's own default."""
     if name not in SCHEDULES:
         raise ScheduleError(f"unknown pipeline schedule {name!r}; known: {', '.join(sorted(SCHEDULES))}")
-    chunks = default_virtual_stages(name) if virtual_stages is None else virtual_stages
+    chunks = (2 if name in VEE else 1) if virtual_stages is None else virtual_stages
     return SCHEDULES[name](stages, microbatches, chunks)
 
 

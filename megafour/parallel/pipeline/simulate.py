@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megafour.parallel.pipeline.actions import Kind, Message, ScheduleError, Table, Work
+from megafour.parallel.pipeline.transfers import sources_of
 
 Span = tuple[Work, float, float]
 """What a rank computed, from when, to when."""
@@ -107,14 +108,10 @@ class Simulation:
         self._free[channel] = (done, free)
         return {channel[1]} if done > before else set()
 
-    def _sources(self, rank: int, work: Work) -> list[Message]:
-        needed = (self._table.placement.source(a.kind, a.microbatch, self._table.stage(rank, a)) for a in work.parts)
-        return [message for message in needed if message is not None]
-
     def _compute(self, rank: int, work: Work) -> bool:
         """Run the work if its inputs are there; whether they were."""
         placement, start = self._table.placement, self._now[rank]
-        for source in self._sources(rank, work):
+        for source in sources_of(work, rank, self._table.placement):
             if source not in self._there:
                 return False
             start = max(start, self._there[source])
@@ -130,5 +127,5 @@ class Simulation:
         """Where a stuck rank stands: its step, and what never arrives."""
         work = self._table.steps[rank][self._step[rank]].compute
         assert work is not None
-        missing = next(source for source in self._sources(rank, work) if source not in self._there)
+        missing = next(source for source in sources_of(work, rank, self._table.placement) if source not in self._there)
         return f"rank {rank}, step {self._step[rank]}, {work} waits for the {missing}"

@@ -50,7 +50,7 @@ def with_transfers(orders: Sequence[Order], placement: Placement, microbatches: 
     return Table(placement, microbatches, tuple(steps))
 
 
-def _sources(work: Work, rank: int, placement: Placement) -> list[Message]:
+def sources_of(work: Work, rank: int, placement: Placement) -> list[Message]:
     """What the work needs from other stages."""
     needed = (placement.source(a.kind, a.microbatch, placement.stages_of[rank][a.chunk]) for a in work.parts)
     return [message for message in needed if message is not None]
@@ -81,7 +81,7 @@ def _spans(orders: Sequence[Order], placement: Placement) -> list[list[tuple[int
         for rank, order in enumerate(orders):
             while len(spans[rank]) < len(order):
                 work = order[len(spans[rank])]
-                sources = _sources(work, rank, placement)
+                sources = sources_of(work, rank, placement)
                 if any(source not in ready for source in sources):
                     break
                 start = max([spans[rank][-1][1] if spans[rank] else 0, *(ready[source] for source in sources)])
@@ -92,6 +92,6 @@ def _spans(orders: Sequence[Order], placement: Placement) -> list[list[tuple[int
     for rank, order in enumerate(orders):
         if len(spans[rank]) < len(order):
             work = order[len(spans[rank])]
-            source = next(source for source in _sources(work, rank, placement) if source not in ready)
+            source = next(source for source in sources_of(work, rank, placement) if source not in ready)
             raise ScheduleError(f"rank {rank}: {work} waits for ever for the {source}")
     return spans

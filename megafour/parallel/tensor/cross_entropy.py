@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from megafour.comm import primitives
 from megafour.comm.group import Group
-from megafour.kernels.matmul import add_mm_, linear, mm
+from megafour.kernels.matmul import add_mm_, linear, mm, wide_dtype
 from megafour.parallel.grads import add_grad
 
 IGNORE = -100
@@ -58,7 +58,7 @@ class _HeadLoss(torch.autograd.Function):
         full = primitives.all_gather(x, group) if sp else x
         flat, targets = full.reshape(-1, full.shape[-1]), labels.reshape(-1)
         rows = weight.detach()[:valid]
-        compute = torch.promote_types(x.dtype, torch.float32)
+        compute = wide_dtype(x.dtype)
         grad_x = torch.empty_like(flat) if train else None
         grad_w: Tensor | None = None
         losses = flat.new_empty(flat.shape[0], dtype=compute)
