@@ -21,7 +21,7 @@ from megafour.data.description import tokenizer_info
 from megafour.inference.convert import from_huggingface, to_huggingface
 from megafour.trainer.saving import logical_tensors, restore_small_state, small_state
 from megafour.trainer.setup import build_mesh, build_state
-from megafour.trainer.starting import check_start, find_source, start_from
+from megafour.trainer.starting import check_start, start_from
 from tests.huggingface import deviation_of, doubled, logits_of, open_model, our_logits, save_model
 from tests.training import losses, settings, train, write_corpus
 
@@ -185,8 +185,8 @@ def test_a_starting_point_of_another_tokenizer_is_refused_at_start(pool, tmp_pat
     check_start(config, "f" * 64, ["data.tokenizer"])
     with pytest.raises(ConfigError, match=f"another tokenizer .hash {own[:12]}. than .* ffffffffffff.*--allow-change"):
         check_start(config, "f" * 64)
-    (find_source(tmp_path / "run") / "state.json").write_text("{")
-    with pytest.raises(ConfigError, match="checkpoint.init_from: .*state.json cannot be read"):
+    (store.find(tmp_path / "run") / "state.json").write_text("{")
+    with pytest.raises(ConfigError, match="checkpoint.init_from=.*state.json cannot be read"):
         check_start(config, own)
     save_model("llama", tmp_path / "hf", torch.float32)
     Tokenizer(models.WordLevel({"a": 0, "b": 1}, "a")).save(str(tmp_path / "hf" / "tokenizer.json"))
