@@ -34,7 +34,7 @@ def drill(folder: Path, parallel: dict, world: int, kills: int, steps: int, asyn
     return json.loads(ended.stdout)
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("asynchronous", [pytest.param(False, marks=pytest.mark.full), True])
 def test_a_run_that_is_killed_at_random_loses_nothing(tmp_path, asynchronous):
     """The losses of every run, killed and resumed, equal the untouched run's bit for bit."""
     found = drill(tmp_path, {"pp": 2}, 2, 3, 12, asynchronous)

@@ -97,8 +97,12 @@ def test_what_a_function_changes_does_not_reach_the_next(ranks):
 def test_a_rank_that_is_done_stays_until_the_others_are(ranks):
     for _ in range(50):
         ranks.run(connects_and_ends, 4)
+
+
+@pytest.mark.full
+def test_but_not_for_ever(ranks):
     started = time.monotonic()
-    with pytest.raises(RankError, match="rank 1: RuntimeError"):      # but not for ever
+    with pytest.raises(RankError, match="rank 1: RuntimeError"):
         ranks.run(ends_while_its_peer_waits, 2)
     assert time.monotonic() - started < 120
     assert ranks.run(total, 4, 0.0) == [6.0] * 4

@@ -213,7 +213,7 @@ sys.exit(code)
 
 
 @pytest.mark.parametrize(("save", "patience", "asynchronous", "state"), [
-    (10, 60, True, "preempted"), (90, 2, True, "running"),
+    (5, 60, True, "preempted"), (90, 2, True, "running"),
     pytest.param(45, 55, False, "preempted", marks=pytest.mark.full),
     pytest.param(45, 55, True, "preempted", marks=pytest.mark.full)])
 def test_sigterm_to_the_agent_while_a_save_takes_long(tmp_path, save, patience, asynchronous, state):
@@ -273,7 +273,7 @@ sys.exit(code)
 @pytest.mark.parametrize(("owner", "name"), [
     ("megafour.model.decoder.Block", "forward"), ("megafour.data.loader.BatchLoader", "step"),
     pytest.param("megafour.trainer.saving.Saver", "save", marks=pytest.mark.full),
-    ("megafour.trainer.loop", "evaluate_batch")])
+    pytest.param("megafour.trainer.loop", "evaluate_batch", marks=pytest.mark.full)])
 def test_an_error_of_one_rank_ends_the_job_and_is_shown(tmp_path, owner, name):
     """In the forward pass, a data worker, a save, an evaluation; the original error, its rank, not zero, soon."""
     write_corpus(tmp_path / "corpus")

@@ -30,7 +30,7 @@ def slowed(rank, world, values, slow, where):
     ({"dp": 2}, 2, 1, "data", "rank 1 (dp1)"),
     pytest.param({"tp": 2}, 2, 0, "data", "rank 0 (tp0)", marks=pytest.mark.full),
     ({"dp": 2, "pp": 2, "zero_stage": 1}, 4, 3, "model", "rank 3 (dp1-pp1)"),
-    ({"pp": 2}, 2, 1, "data", "rank 1 (pp1)")])
+    pytest.param({"pp": 2}, 2, 1, "data", "rank 1 (pp1)", marks=pytest.mark.full)])
 def test_a_slow_rank_is_named_and_no_other(pool, tmp_path, parallel, world, slow, where, name):
     write_corpus(tmp_path / "corpus")
     values = settings(tmp_path, parallel, train={"steps": 4, "micro_batch_size": 4},

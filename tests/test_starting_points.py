@@ -95,7 +95,7 @@ def test_from_a_checkpoint_of_another_mesh_with_and_without_its_optimizer(pool, 
             assert torch.equal(got, stored[name][place] if taken else torch.zeros_like(got)), name
 
 
-@pytest.mark.parametrize("name", ["__1_0.distcp", "config.yaml"])
+@pytest.mark.parametrize("name", ["__1_0.distcp", pytest.param("config.yaml", marks=pytest.mark.full)])
 def test_of_a_run_folder_the_newest_whole_checkpoint_is_taken(pool, tmp_path, name):
     """Whether its shards are damaged, which only the ranks together find, or what is read before they meet."""
     write_corpus(tmp_path / "corpus")
@@ -209,7 +209,8 @@ def save_again(rank: int, world: int, values: dict[str, Any], source: str, out: 
 
 
 @pytest.mark.parametrize("model", [
-    {}, pytest.param({"qk_norm": True}, marks=pytest.mark.full), {"qkv_bias": True, "tie_embeddings": True}],
+    *(pytest.param(more, marks=pytest.mark.full) for more in ({}, {"qk_norm": True})),
+    {"qkv_bias": True, "tie_embeddings": True}],
                          ids=["llama", "qwen3", "qwen2"])
 def test_b13_exports_are_independent_of_the_mesh(pool, tmp_path, model):
     """4 query and 2 K/V heads, saved at t1, t2 and p2t2: byte-equal exports that transformers computes alike."""

@@ -117,7 +117,7 @@ sys.exit(code)
 
 @pytest.mark.parametrize(("error", "said"), [
     ("RuntimeError", "rank 1 (pp1): failed in step 3: RuntimeError: planted fault (traceback in "),
-    ("DataError", "error: planted fault"),
+    pytest.param("DataError", "error: planted fault", marks=pytest.mark.full),
     ("KeyboardInterrupt", "error: interrupted"),
 ])
 def test_the_first_failure_is_shown_once_and_named(tmp_path, error, said):

@@ -11,17 +11,22 @@ from pathlib import Path
 
 import pytest
 
-from tests.training import losses, settings, write_corpus
+from tests.training import losses, settings, train, write_corpus
 
 ROOT = Path(__file__).parent.parent
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
 
 
-def start(folder: Path, *options: str, **env: str) -> subprocess.Popen:
-    """A run of two ranks in `folder`."""
+def settled(folder: Path) -> dict:
+    """The settings of a run of two ranks in `folder`, with its corpus."""
     folder.mkdir(exist_ok=True)
     write_corpus(folder / "corpus")
-    values = settings(folder, {"tp": 2}, train={"steps": 4, "precision": "fp32"}, checkpoint={"every": 2})
+    return settings(folder, {"tp": 2}, train={"steps": 4, "precision": "fp32"}, checkpoint={"every": 2})
+
+
+def start(folder: Path, *options: str, **env: str) -> subprocess.Popen:
+    """Such a run, by a launcher."""
+    values = settled(folder)
     (folder / "run.yaml").write_text(json.dumps(values))
     return subprocess.Popen([*(TORCHRUN if not env else [sys.executable]), *options, str(ROOT / "train.py"), "--config",
                              str(folder / "run.yaml")], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
@@ -34,13 +39,13 @@ def test_the_documents_say_standalone():
     assert len(lines) > 3 and all("--standalone" in line or "--rdzv-endpoint" in line for line in lines)
 
 
-def test_two_runs_at_once_equal_runs_alone(tmp_path):
+def test_two_runs_at_once_equal_runs_alone(pool, tmp_path):
     places = [tmp_path / name for name in ("a", "b")]
     jobs = [start(place, "--standalone") for place in places]
     outputs = [job.communicate(timeout=300)[0] for job in jobs]
     assert [job.returncode for job in jobs] == [0, 0], outputs
-    alone = start(tmp_path / "alone", "--standalone")
-    assert alone.communicate(timeout=300) and alone.returncode == 0
+    alone = settled(tmp_path / "alone")
+    assert pool.run(train, 2, alone) == [0, 0]
     assert losses(places[0]) == losses(places[1]) == losses(tmp_path / "alone") and len(losses(places[0])) == 4
 
 

@@ -219,7 +219,7 @@ def rounded(precision: str, mesh: str, **model):
 GPT2 = {"norm": "layernorm", "activation": "gelu_tanh", "position": "learned", "qkv_bias": True, "linear_bias": True}
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp32", marks=pytest.mark.full)])
 @pytest.mark.parametrize("model", [{"num_key_value_heads": 4, "qk_norm": True}, GPT2], ids=["llama", "gpt2"])
 def test_rounding_alone_passes_and_a_fault_does_not(pool, precision, model):
     """GPT-2's key bias has no gradient but rounding."""
