@@ -13,8 +13,8 @@ from tests import training
 
 STEPS, EARLY = 200, 20
 GROWTH = 16 << 20
-"""Resident bytes that a process may gain between the two: its heap rises by up to 10 MB within a thousand steps and stays
-there, while what it holds is the same to the byte."""
+"""Resident bytes that a process may gain between the two: its heap rises by up to 10 MB within a thousand steps and
+stays there, while what it holds is the same to the byte."""
 
 
 def alive() -> dict[str, int]:
