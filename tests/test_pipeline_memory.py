@@ -62,7 +62,7 @@ def test_two_hundred_steps_are_flat(pool, tmp_path, schedule):
     values = long_run(tmp_path, schedule, STEPS, document_mask=True)
     for first, last in pool.run(watched, 2, values, timeout=900):
         print(json.dumps({"schedule": schedule, "early": first, "last": last}))
-        # A control value or two (loss, norm and flag are 24 bytes) may still be held at either look; a leak is 180 of them.
+        # A control value or two (loss, norm, flag: 24 bytes) may still be held at either look; a leak is 180 of them.
         assert last["tensors"] <= first["tensors"] + 2 and last["bytes"] <= first["bytes"] + 100
         assert last["resident"] - first["resident"] <= GROWTH
 
