@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 
 from megafour.checkpoint.agreement import collect, first_does, share
 from megafour.checkpoint.errors import CheckpointError, listed
+from megafour.config.json_file import read_object
 
 STATE, MANIFEST = "state.json", "manifest.json"
 HUGGINGFACE_CONFIG = "config.json"
@@ -67,6 +68,11 @@ def find(path: Path) -> Path:
     return next((one for one in found if (one / MANIFEST).is_file()), found[0])
 
 
+def find_any(path: Path) -> list[Path]:
+    """A Hugging Face folder itself, or what `find_all` finds."""
+    return [Path(path)] if is_huggingface(Path(path)) else find_all(path)
+
+
 def find_all(path: Path) -> list[Path]:
     """As `find`, with the older ones of a folder after it, the newest first; any of them may be damaged.
 
@@ -101,10 +107,7 @@ def read_state(path: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: when it is missing or damaged.
     """
-    state = read_json(Path(path) / STATE)
-    if not isinstance(state, dict):
-        raise CheckpointError(f"{path / STATE} is damaged: it holds no mapping")
-    return state
+    return read_object(Path(path) / STATE, CheckpointError)
 
 
 def check_files(path: Path, sizes: dict[str, int]) -> None:

@@ -30,7 +30,7 @@ def first_whole(points: list[Path], group: ProcessGroup | None) -> tuple[Path, l
             if len(points) == 1:
                 raise
             damaged.append(str(error))
-    raise CheckpointError(f"none of {len(points)} checkpoints is whole: {'; '.join(damaged)}")
+    raise _none_whole(damaged)
 
 
 def sound_at_a_glance(points: list[Path]) -> tuple[list[Path], list[str]]:
@@ -55,5 +55,9 @@ def sound_at_a_glance(points: list[Path]) -> tuple[list[Path], list[str]]:
         except CheckpointError as error:
             damaged.append(str(error))
     if not sound:
-        raise CheckpointError(f"none of {len(points)} checkpoints is whole: {'; '.join(damaged)}")
+        raise _none_whole(damaged)
     return sound, damaged
+
+
+def _none_whole(damaged: list[str]) -> CheckpointError:
+    return CheckpointError(f"none of {len(damaged)} checkpoints is whole: {'; '.join(damaged)}")

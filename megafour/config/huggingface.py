@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from megafour.config.errors import ConfigError
+from megafour.config.json_file import read_object
 
 # Keys that say nothing about the shape of the decoder: bookkeeping, generation, token ids.
 _IGNORED = frozenset(
@@ -60,13 +61,7 @@ def huggingface_family(path: Path) -> str:
 def _read(path: Path) -> tuple[Path, dict[str, Any]]:
     """The file, and what it holds."""
     file = path / "config.json" if path.is_dir() else path
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{file}: cannot be read as JSON: {error}") from None
-    if not isinstance(config, dict):
-        raise ConfigError(f"{file}: is not a mapping")
-    return file, config
+    return file, read_object(file, ConfigError)
 
 
 class _Keys:

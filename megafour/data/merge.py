@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
+from megafour.config.json_file import read_object
 from megafour.data.errors import DataError
 from megafour.data.indexed import IndexedDataset, append_file, publish, write_index
-from megafour.data.json_file import read_object
 from megafour.data.prepare import finished, shard_prefix
 
 TALLIED = ("documents", "tokens", "empty_documents", "bad_records")
@@ -59,7 +59,7 @@ def merge(output: str, overwrite: bool = False) -> dict[str, Any]:
 
 def _described(prefix: str) -> dict[str, Any]:
     path = Path(prefix + ".json")
-    description = read_object(path)
+    description = read_object(path, DataError)
     if missing := sorted({"made_from", "tokenizer", *TALLIED} - description.keys()):
         raise DataError(f"{path} does not say {', '.join(missing)}; make the shard again")
     return description

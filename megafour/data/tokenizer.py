@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megafour.config.json_file import read_object
 from megafour.data.errors import DataError, NoSuchFile
-from megafour.data.json_file import read_object
 
 FILE_NAMES = {"sentencepiece": "tokenizer.model", "huggingface": "tokenizer.json", "tiktoken": "tokenizer.tiktoken"}
 KINDS = (*FILE_NAMES, "bytes")
@@ -162,7 +162,7 @@ class HuggingFaceTokenizer(Tokenizer):
     def _find_eod(self, settings: Path) -> int | None:
         names: Sequence[str] = EOD_NAMES
         if settings.is_file():
-            named = read_object(settings).get("eos_token")
+            named = read_object(settings, DataError).get("eos_token")
             named = named.get("content") if isinstance(named, dict) else named
             names = [named, *EOD_NAMES] if isinstance(named, str) else EOD_NAMES
         return next((i for name in names if (i := self._model.token_to_id(name)) is not None), None)

@@ -16,10 +16,11 @@ from megafour.checkpoint.safetensors_file import DTYPES, SafetensorsFolder
 from megafour.checkpoint.tensors import LogicalTensor
 from megafour.config.huggingface import huggingface_family
 from megafour.config.huggingface_export import family_of, huggingface_config
+from megafour.config.json_file import read_object
 from megafour.config.load import load_config, to_yaml
 from megafour.config.rules import resolve
 from megafour.config.schema import Config
-from megafour.data.json_file import read_object
+from megafour.data.errors import DataError
 from megafour.data.tokenizer import Tokenizer
 from megafour.inference.load import find_models, first_whole, huggingface_values, open_tokenizer, vocabulary_of
 from megafour.model.shapes import logical_shapes
@@ -105,7 +106,7 @@ def _token_ids(folder: Path, tokenizer: Tokenizer | None) -> dict[str, Any]:
     ids: dict[str, Any] = {}
     path = folder / huggingface.GENERATION
     if path.is_file():
-        found = read_object(path)
+        found = read_object(path, DataError)
         ids = {key: found[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in found}
     eos = ids.pop("eos_token_id", tokenizer.eod_id if tokenizer else None)
     return {"eos": eos, "other_ids": ids}

@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 from megafour.checkpoint import huggingface, store, whole
 from megafour.checkpoint.agreement import rank_in
 from megafour.checkpoint.errors import CheckpointError
-from megafour.checkpoint.folder import is_huggingface
+from megafour.checkpoint.folder import find_any, is_huggingface
 from megafour.checkpoint.tensors import LogicalTensor
 from megafour.checkpoint.whole import sound_at_a_glance
 from megafour.config.huggingface import huggingface_family, read_huggingface
@@ -59,7 +59,7 @@ def find_models(path: Path) -> list[Path]:
     Raises:
         CheckpointError: where there is none, or none is whole.
     """
-    models = [Path(path)] if is_huggingface(Path(path)) else store.find_all(Path(path))
+    models = find_any(path)
     sound, damaged = sound_at_a_glance(models)
     if models[0] not in sound and Launch.from_environment().rank == 0:
         _say_skipped(damaged)

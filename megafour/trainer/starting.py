@@ -41,7 +41,7 @@ def check_start(config: Config, tokenizer: str = "", allowed: Collection[str] = 
     if wanted is None or checkpoints.list_steps(Path(config.checkpoint_dir)):
         return
     try:
-        source = find_sources(Path(wanted))[0][0]
+        source = _likely(Path(wanted))
         known = _tokenizers_of(source)
     except CheckpointError as error:
         raise ConfigError(f"checkpoint.init_from={wanted}: {error}") from None
@@ -56,20 +56,14 @@ def check_start(config: Config, tokenizer: str = "", allowed: Collection[str] = 
                           f"data.tokenizer` to this launch")
 
 
-def find_sources(path: Path) -> tuple[list[Path], list[str]]:
-    """A Hugging Face folder itself, or the checkpoints that a path means, the newest first.
-
-    Returns:
-        them but those that are seen to be damaged without reading their shards, and what is wrong with those.
-    """
-    if checkpoints.is_huggingface(path):
-        return [path], []
-    points = checkpoints.find_all(path)
+def _likely(path: Path) -> Path:
+    """What a run would start from, as far as it shows before the shards are read."""
+    points = checkpoints.find_any(path)
     if len(points) == 1:
-        return points, []
+        return points[0]
     from megafour.checkpoint.whole import sound_at_a_glance  # imports torch.distributed.checkpoint
 
-    return sound_at_a_glance(points)
+    return sound_at_a_glance(points)[0][0]
 
 
 def _check_model(source: Path, config: Config) -> None:
@@ -129,15 +123,14 @@ def start_from(state: TrainState, config: Config) -> list[str]:
 
     optimizer, group = config.checkpoint.init_optimizer, state.mesh.group("world").pg
     path = Path(str(config.checkpoint.init_from))
-    sources, damaged = first_does(lambda: find_sources(path), group, f"looking for what {path} holds")
-    source, held = sources[0], logical_tensors(state, optimizer=optimizer)
+    points = first_does(lambda: checkpoints.find_any(path), group, f"looking for what {path} holds")
+    source, held = points[0], logical_tensors(state, optimizer=optimizer)
+    damaged: list[str] = []
     if not checkpoints.is_huggingface(source):
         from megafour.checkpoint import store, whole
 
-        source, more = whole.first_whole(sources, group)
-        damaged = sorted([*damaged, *more], reverse=True)
-        if source != sources[0]:
-            _check_model(source, config)
+        source, damaged = whole.first_whole(points, group)
+        _check_model(source, config)
         only = ("",) if optimizer else ("weights/",)
         saved = store.load(source, held, group, only=only, cast=True, verified=True)
         if optimizer:

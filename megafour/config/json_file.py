@@ -6,19 +6,17 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megafour.data.errors import DataError
 
-
-def read_object(path: Path) -> dict[str, Any]:
+def read_object(path: Path, error: type[Exception]) -> dict[str, Any]:
     """The object that a JSON file holds.
 
     Raises:
-        DataError: naming the file, when it is missing or holds none.
+        error: naming the file, when it is missing or holds none.
     """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path} cannot be read as JSON: {error}") from None
+    except (OSError, ValueError) as why:
+        raise error(f"{path} cannot be read as JSON: {why}") from None
     if not isinstance(found, dict):
-        raise DataError(f"{path} holds no JSON object")
+        raise error(f"{path} holds no JSON object")
     return found
