@@ -19,7 +19,10 @@ from megafour.parallel.pipeline.schedules import build
 from megafour.parallel.pipeline.wire import Activation
 from megafour.trainer.setup import runs_pairs
 from megafour.verify.pool import RankError
+from megafour.verify.run import check as compare
+from megafour.verify.shrink import option_case
 from tests.training import MODEL
+from tests.verify_rows import PLAIN
 
 MICROBATCHES = 6
 
@@ -99,3 +102,16 @@ def test_where_there_is_nothing_to_hide_or_a_group_is_shared_the_halves_take_tur
     world = parallel.get("tp", 1) * parallel.get("cp", 1) * parallel.get("dp", 1) * 2
     config = resolve(config_from(values), world, data=False)
     assert runs_pairs(config, torch.device("cpu")) is expected
+
+
+@pytest.mark.parametrize("row", [
+    {"mesh": "pp2-tp2", "sequence_parallel": "true", "recompute": "full", "dropout": "on", "tied": "true"},
+    {"mesh": "dp2-pp2-tp2", "zero_stage": "2", "recompute": "selective"},
+    {"mesh": "dp2-pp2-cp2", "zero_stage": "1", "documents": "on", "dropout": "on"},
+    {"mesh": "pp2-cp2", "method": "ulysses", "zero_stage": "2", "documents": "on"},
+    {"mesh": "dp2-pp2-tp2", "zero_stage": "3"}], ids=lambda row: f"{row['mesh']} zero {row.get('zero_stage', 1)}")
+def test_pairs_are_the_same_model(pool, row):
+    """With what the halves share: weights, gradient buckets, what is computed again, packed documents."""
+    row = {**PLAIN, "schedule": "dualpipe_v", "micro_batches": "6", **row}
+    outcome = compare(pool, option_case(config_from({}), row, 2), 2)
+    assert outcome.passed, outcome

@@ -8,7 +8,7 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b:1", "interleaved_1f1b:2", "inter
              "zb_v", "v_half", "v_min", "dualpipe_v")
 """Every pipeline schedule; `:` and the stages a rank where that is a choice."""
 
-_PLAIN: Row = {"kv_heads": "grouped", "recompute": "none", "valid": "uneven", "tied": "false", "micro_batch_size": "1",
+PLAIN: Row = {"kv_heads": "grouped", "recompute": "none", "valid": "uneven", "tied": "false", "micro_batch_size": "1",
                "dropout": "off", "family": "llama", "qk_norm": "false", "optimizer": "adamw", "clip": "off",
                "documents": "off", "window": "none", "layers": "even"}
 
@@ -41,7 +41,7 @@ def schedule_rows(*, whole: bool) -> list[Row]:
         for place, extra in enumerate([*plain, *mixed]):
             one = counts[(number + place) % len(counts)]
             for count in counts if whole and place < len(plain) else (one,):
-                rows.append({**_PLAIN, **extra, "schedule": schedule, "micro_batches": count})
+                rows.append({**PLAIN, **extra, "schedule": schedule, "micro_batches": count})
     return rows
 
 
@@ -72,5 +72,5 @@ def zero_rows(*, whole: bool) -> list[Row]:
         size = 4 if ":" in stage else 2
         wide = [row for row in _SHARED if parse_mesh(row["mesh"]).dp * parse_mesh(row["mesh"]).cp >= size]
         chosen = wide if whole else wide[:1] if size == 4 else wide[:5]
-        rows += [{**_PLAIN, "micro_batches": "3", **row, "zero_stage": stage} for row in chosen]
+        rows += [{**PLAIN, "micro_batches": "3", **row, "zero_stage": stage} for row in chosen]
     return rows
