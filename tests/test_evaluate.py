@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 
 from megafour.cli import main as cli
-from megafour.config.errors import ConfigError
 from megafour.data.errors import DataError
 from megafour.data.indexed import IndexedWriter
 from megafour.inference.convert import from_huggingface
@@ -43,8 +42,9 @@ def reference(model, ids: np.ndarray, window: int) -> float:
 
 def evaluate_on(rank: int, world: int, path: str, overrides: list[str], ids: np.ndarray) -> Evaluation:
     folder = find_model(Path(path))
-    config = settings_for(model_settings(folder, overrides, "fp64"), world, len(ids), 2)
-    return evaluate(load_stage(folder, config, build_mesh(config, torch.device("cpu"))), ids, "ids")
+    settings = settings_for(model_settings(folder, overrides, "fp64"), world, len(ids), 2)
+    model = load_stage(folder, settings.config, build_mesh(settings.config, torch.device("cpu")))
+    return evaluate(model, ids, "ids", settings.window)
 
 
 @pytest.mark.parametrize("kind", ["smollm", "gpt2"])
@@ -62,9 +62,9 @@ def test_every_mesh_gives_the_loss_of_transformers(pool, tmp_path, kind):
 def evaluate_in_shares(rank: int, world: int, path: str, overrides: list[str], ids: np.ndarray) -> tuple[float, int]:
     """(loss, bytes of the weights that the stage holds afterwards)."""
     folder = find_model(Path(path))
-    config = settings_for(model_settings(folder, overrides, "fp64"), world, len(ids), 2)
-    model = load_stage(folder, config, build_mesh(config, torch.device("cpu")))
-    loss = evaluate(model, ids, "ids").loss
+    settings = settings_for(model_settings(folder, overrides, "fp64"), world, len(ids), 2)
+    model = load_stage(folder, settings.config, build_mesh(settings.config, torch.device("cpu")))
+    loss = evaluate(model, ids, "ids", settings.window).loss
     return loss, sum(param.untyped_storage().nbytes() for param in model.stage.parameters())
 
 
@@ -81,8 +81,10 @@ BEGINS = np.array([0, 5, 5, 21, 40])    # one is empty
 
 
 def evaluate_masked(rank: int, world: int, path: str, overrides: list[str], ids: np.ndarray) -> Evaluation:
-    config = settings_for(model_settings(Path(path), ["data.document_mask=true", *overrides], "fp64"), world, len(ids))
-    return evaluate(load_stage(Path(path), config, build_mesh(config, torch.device("cpu"))), ids, "ids", BEGINS)
+    config = model_settings(Path(path), ["data.document_mask=true", *overrides], "fp64")
+    settings = settings_for(config, world, len(ids))
+    model = load_stage(Path(path), settings.config, build_mesh(settings.config, torch.device("cpu")))
+    return evaluate(model, ids, "ids", settings.window, BEGINS)
 
 
 def test_under_a_document_mask_each_document_stands_alone(pool, tmp_path):
@@ -95,35 +97,83 @@ def test_under_a_document_mask_each_document_stands_alone(pool, tmp_path):
             assert found.tokens == sum(counts) and abs(found.loss - want) <= 1e-9 * want
 
 
-@pytest.mark.parametrize(("length", "overrides", "world", "window"), [
-    (46, ["parallel.tp=3"], 3, 45), (47, ["parallel.tp=3"], 3, 48), (46, ["parallel.cp=2"], 2, 48),
-    (46, ["parallel.tp=2", "parallel.cp=2"], 4, 48), (1000, ["data.seq_length=64", "parallel.tp=3"], 3, 63),
-    (1000, ["data.seq_length=50"], 1, 50), (2, ["parallel.cp=2"], 2, 4),
+@pytest.mark.parametrize(("length", "overrides", "world", "window", "padded"), [
+    (46, ["parallel.tp=3"], 3, 45, 45), (47, ["parallel.tp=3"], 3, 46, 48), (46, ["parallel.cp=2"], 2, 45, 48),
+    (46, ["parallel.tp=2", "parallel.cp=2"], 4, 45, 48), (1000, ["data.seq_length=64", "parallel.tp=3"], 3, 64, 66),
+    (1000, ["data.seq_length=50"], 1, 50, 50), (2, ["parallel.cp=2"], 2, 1, 4), (99, ["parallel.cp=5"], 5, 64, 70),
 ])
-def test_windows_fit_the_mesh_and_never_exceed_the_longest(tmp_path, length, overrides, world, window):
-    """A text that is shorter is padded; a longer one is cut at the largest window that the mesh divides."""
+def test_the_window_is_that_of_the_config_on_every_mesh(tmp_path, length, overrides, world, window, padded):
+    """Whatever the mesh divides; a table of learned positions keeps its size."""
     save_model("gpt2", tmp_path / "hf", torch.float32)
     config = model_settings(tmp_path / "hf", ["model.num_attention_heads=6", "model.head_dim=4",
                                               "model.ffn_hidden_size=96", *overrides])
-    resolved = settings_for(config, world, length)
-    assert resolved.data.seq_length == window
-    assert resolved.train.global_batch_size % (int(resolved.parallel.dp) * resolved.train.micro_batch_size) == 0
+    found = settings_for(config, world, length)
+    assert (found.window, found.config.data.seq_length) == (window, padded)
+    assert found.config.model.max_position_embeddings == config.model.max_position_embeddings
+    train = found.config.train
+    assert train.global_batch_size % (int(found.config.parallel.dp) * train.micro_batch_size) == 0
 
 
-def test_a_window_that_the_mesh_cannot_hold_is_refused(tmp_path):
-    save_model("gpt2", tmp_path / "hf", torch.float32)
-    with pytest.raises(ConfigError, match=r"data.seq_length 3 is less than lcm\(.*\) = 4"):
-        settings_for(model_settings(tmp_path / "hf", ["data.seq_length=3", "parallel.cp=2"]), 2, 100)
+WALK = {"dp2": 2, "tp3": 3, "cp3": 3, "pp2": 2, "tp2-cp3": 6, "tp3-cp2": 6}
+LAYOUTS = {"cp3": [["parallel.context.layout=striped"], ["parallel.context.method=ulysses"]],
+           "tp2-cp3": [["parallel.sequence_parallel=false"], ["parallel.context.method=all_gather"]]}
+
+
+def evaluate_all(rank: int, world: int, path: str, overrides: list[str], windows: list[int],
+                 masked: bool) -> list[tuple[float, int]]:
+    ids, begins = stream(230), np.array([0, 31, 110, 111]) if masked else None
+    words = [*overrides, f"data.document_mask={str(masked).lower()}"]
+    found = []
+    for window in windows:
+        settings = settings_for(model_settings(Path(path), [*words, f"data.seq_length={window}"], "fp64"), world, 230)
+        model = load_stage(Path(path), settings.config, build_mesh(settings.config, torch.device("cpu")))
+        result = evaluate(model, ids, "ids", settings.window, begins)
+        found.append((result.loss, result.tokens))
+    return found
+
+
+@pytest.mark.parametrize(("kind", "masked"), [
+    ("learned", False), ("rope", True), ("windowed", False),
+    *(pytest.param(kind, masked, marks=pytest.mark.full) for kind, masked in (
+        ("learned", True), ("rope", False), ("windowed", True)))])
+def test_windows_that_no_mesh_divides_give_the_loss_of_one_process(pool, tmp_path, kind, masked):
+    """Learned positions end at the window itself; documents, layouts and attention windows meet the padding."""
+    windows = {"learned": [100, 97], "rope": [100, 7], "windowed": [97]}[kind]
+    save_wide_model(kind, tmp_path / "hf")
+    extra = ["model.attention_window=5"] if kind == "windowed" else []
+    want = pool.run(evaluate_all, 1, str(tmp_path / "hf"), extra, windows, masked)[0]
+    for mesh, world in WALK.items():
+        axes = [f"parallel.{axis[:2]}={axis[2:]}" for axis in mesh.split("-") if not axis.startswith("dp")]
+        for options in [[], *(LAYOUTS.get(mesh, []) if kind == "rope" else [])]:
+            found = pool.run(evaluate_all, world, str(tmp_path / "hf"), [*axes, *options, *extra], windows, masked)
+            for one in found:
+                assert [count for _, count in one] == [count for _, count in want]
+                worst = max(abs(a - b) / b for (a, _), (b, _) in zip(one, want, strict=True))
+                assert worst <= 1e-9, (mesh, options, masked, worst)
+
+
+def save_wide_model(kind: str, folder: Path) -> None:
+    """A model of six heads, random enough that one token too few in a context is seen."""
+    torch.manual_seed(4)
+    if kind == "learned":
+        config = transformers.GPT2Config(vocab_size=VOCAB, n_embd=24, n_layer=2, n_head=6, n_positions=100,
+                                         initializer_range=0.2)
+        transformers.GPT2LMHeadModel(config).save_pretrained(folder)
+        return
+    config = transformers.LlamaConfig(
+        vocab_size=VOCAB, hidden_size=24, intermediate_size=36, num_hidden_layers=2, num_attention_heads=6,
+        num_key_value_heads=6, max_position_embeddings=100, initializer_range=0.2)
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
 
 
 def test_ids_outside_the_vocabulary_and_empty_streams_are_refused(tmp_path):
     save_model("llama", tmp_path / "hf", torch.float32)
-    config = settings_for(model_settings(tmp_path / "hf"), 1, 5)
+    config = settings_for(model_settings(tmp_path / "hf"), 1, 5).config
     model = load_stage(tmp_path / "hf", config, Mesh.single())
     with pytest.raises(DataError, match="token id 67, outside the vocabulary of 67"):
-        evaluate(model, np.array([1, 2, VOCAB]), "x")
+        evaluate(model, np.array([1, 2, VOCAB]), "x", 4)
     with pytest.raises(DataError, match="x has 1 tokens"):
-        evaluate(model, np.array([1]), "x")
+        evaluate(model, np.array([1]), "x", 4)
 
 
 @pytest.fixture

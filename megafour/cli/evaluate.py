@@ -19,8 +19,9 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "evaluate", help="nats per token of a text or a dataset",
         description="Mean negative log-likelihood (nats per token), perplexity and tokens counted, on one process or, "
-                    "under `torchrun -m megafour`, on any mesh. Windows of at most data.seq_length tokens (the run's; "
-                    "for a Hugging Face folder the model's longest) predict every token but the first once.")
+                    "under `torchrun -m megafour`, on any mesh. Windows of data.seq_length tokens (the run's; for a "
+                    "Hugging Face folder the model's longest), the same on every mesh, predict every token but the "
+                    "first once.")
     model = parser.add_mutually_exclusive_group(required=True)
     model.add_argument("--checkpoint", type=Path, help="a run folder, one checkpoint, or a Hugging Face folder")
     model.add_argument("--hf", type=Path, metavar="DIR", help="a Hugging Face folder")
@@ -82,15 +83,17 @@ def _evaluate(models: list[Path], config: Config, what: tuple[np.ndarray, str, n
     from megafour.mesh import Launch, start_distributed, stop_distributed
     from megafour.trainer.setup import build_mesh, choose_device
 
-    stream, where, _ = what
+    stream, where, begins = what
     if len(stream) < 2:
         raise DataError(f"{where} has {len(stream)} tokens: the first is never predicted, so it takes two or more")
     launch = Launch.from_environment()
-    config = settings_for(config, launch.world, len(stream), config.train.micro_batch_size if sized else None)
+    settings = settings_for(config, launch.world, len(stream), config.train.micro_batch_size if sized else None)
+    config = settings.config
     device = choose_device(config, launch)
     start_distributed(launch, device)
     mesh = build_mesh(config, device)
-    result = evaluate(load_stage(first_whole(models, mesh.group("world").pg), config, mesh), *what)
+    model = load_stage(first_whole(models, mesh.group("world").pg), config, mesh)
+    result = evaluate(model, stream, where, settings.window, begins)
     if launch.rank == 0:
         numbers = {"loss": result.loss, "perplexity": result.perplexity, "tokens": result.tokens}
         if as_json:

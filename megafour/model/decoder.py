@@ -59,7 +59,8 @@ class Embedding(nn.Module):
         """tokens `[b, s]`, positions of the residual stream's tokens `[s(/tp), b or 1]` -> `[s(/tp), b, h]`."""
         x = self.token(tokens)
         if self.position is not None:
-            x = x + F.embedding(positions, self.position)
+            # Beyond the table lies only the padding of an evaluation's window: a token is refused there by the rules.
+            x = x + F.embedding(positions.clamp_max(len(self.position) - 1), self.position)
         return hidden_dropout(x, self.p, step.hidden(-1), "embedding")
 
 
