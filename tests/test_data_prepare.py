@@ -353,3 +353,20 @@ def test_train_tokenizer(tmp_path, capsys):
         == 0
     )
     assert "complete already" in capsys.readouterr().err
+
+
+def test_dropout_of_a_tokenizer_leaves_the_bytes_alike(tmp_path, capsys, small_chunks):
+    """Encoded twice, by one process and by workers; one line says what is left out."""
+    import tokenizers
+
+    model = tokenizers.ByteLevelBPETokenizer()
+    model.train_from_iterator(TEXTS[:50], vocab_size=300, special_tokens=["</s>"], show_progress=False)
+    model._tokenizer.model.dropout = 0.5
+    model.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "a.jsonl").write_bytes(lines(TEXTS[:200]))
+    for name, workers in (("x", 1), ("y", 1), ("z", 2)):
+        args = [str(tmp_path / "a.jsonl"), "--output", str(tmp_path / name), "--workers", str(workers)]
+        assert cli.main(["prepare", *args, "--tokenizer", f"huggingface:{tmp_path / 'tokenizer.json'}"]) == 0
+        said = [line for line in capsys.readouterr().err.splitlines() if "dropout=0.5" in line]
+        assert len(said) == 1 and said[0].startswith(f"{tmp_path / 'tokenizer.json'}: model.dropout=0.5 samples")
+    assert files_of(tmp_path / "x") == files_of(tmp_path / "y") == files_of(tmp_path / "z")

@@ -98,9 +98,25 @@ def test_training_is_reproducible(paths, tmp_path):
 @pytest.mark.parametrize("kind", ["sentencepiece", "huggingface", "tiktoken"])
 def test_foreign_files_are_refused_by_name(kind, tmp_path):
     (tmp_path / "junk").write_bytes(b"no tokenizer at all")
-    for path, words in ((tmp_path / "junk", "junk"), (tmp_path / "none", "does not exist"), (None, "needs its file")):
+    (tmp_path / "empty").write_bytes(b"")
+    for path, words in ((tmp_path / "junk", "junk"), (tmp_path / "empty", "empty"), (tmp_path / "none", "does not exist"), (None, "needs its file")):
         with pytest.raises(DataError, match=words) as error:
             load_tokenizer(kind, path)
         assert "\n" not in str(error.value)
     with pytest.raises(DataError, match="unknown tokenizer 'gpt'"):
         load_tokenizer("gpt", None)
+
+
+def test_a_text_has_the_same_ids_each_time_whatever_the_file_samples(paths, tmp_path):
+    """BPE dropout is left out and said; the file and its hash stay what they are."""
+    content = json.loads(paths["huggingface"].read_text())
+    content["model"]["dropout"] = 0.5
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    plain = load_tokenizer("huggingface", paths["huggingface"])
+    sampled = load_tokenizer("huggingface", tmp_path)
+    for _ in range(5):
+        assert sampled.encode_batch(CORPUS) == plain.encode_batch(CORPUS)
+    assert plain.notes == () and len(sampled.notes) == 1
+    assert sampled.notes[0].startswith(f"{tmp_path / 'tokenizer.json'}: model.dropout=0.5 samples")
+    assert sampled.hash != plain.hash
+    assert json.loads(sampled.files()["tokenizer.json"].read_text())["model"]["dropout"] == 0.5

@@ -248,6 +248,23 @@ def test_evaluation_changes_nothing(pool, tmp_path, parallel) -> None:
     assert len(held) == 4 and all(abs(loss - math.log(64)) < 0.2 for loss in held)
 
 
+def test_the_validation_loss_is_the_same_on_every_mesh(pool, tmp_path) -> None:
+    """A set whose last window is short and whose windows leave some rows, micro-batches and dp ranks empty."""
+    found = {}
+    for mesh in ({"dp": 1}, {"dp": 4}, {"pp": 2, "cp": 2}):
+        place = tmp_path / "-".join(f"{axis}{size}" for axis, size in mesh.items())
+        place.mkdir()
+        write_corpus(place / "corpus")
+        with IndexedWriter(place / "valid", 64) as writer:
+            writer.add(np.random.default_rng(1).integers(0, 64, 9 * 16 + 6))
+        values = settings(place, mesh, data={"valid": {"held": [{"path": str(place / "valid")}]}}, eval={"every": 1},
+                          train={"steps": 1}, model={"init_std": 0.2})
+        assert set(pool.run(training.train, world(mesh), values)) == {0}
+        found[place.name] = metrics(place)[0]["valid_loss/held"]
+    for name, loss in found.items():
+        assert abs(loss - found["dp1"]) <= 1e-9 * loss, name
+
+
 def test_the_first_adam_update_is_a_whole_one() -> None:
     """w=1, g=0.5, lr=0.1, no decay -> 0.9 after one step (a dummy step before would give 0.9265)."""
     from megafour.comm.group import solo

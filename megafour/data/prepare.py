@@ -94,6 +94,8 @@ def prepare(job: Job, say: Callable[[str], None] = lambda line: None) -> dict[st
         raise DataError(
             f"{recipe.path}: the tokenizer has no end-of-document token; --no-eod packs documents without a mark"
         )
+    for note in tokenizer.notes:
+        say(note)
     with Partial(job.prefix, mark, tokenizer.info) as partial:
         if partial.counts.chunks:
             say(f"going on after {partial.counts.documents} documents, {partial.counts.tokens} tokens")

@@ -69,6 +69,8 @@ class Tokenizer(ABC):
     kind: str
     vocab_size: int
     eod_id: int | None
+    notes: tuple[str, ...] = ()
+    """Lines that whoever encodes text should show: what of the file is not followed."""
 
     def __init__(self, files: dict[str, Path]) -> None:
         self._files = files
@@ -123,7 +125,9 @@ class SentencePieceTokenizer(Tokenizer):
 
         super().__init__({FILE_NAMES[self.kind]: path})
         try:
-            self._model = sentencepiece.SentencePieceProcessor(model_file=str(path))
+            # From memory: what the library does with an open file should not depend on the file system.
+            self._model = sentencepiece.SentencePieceProcessor()
+            self._model.LoadFromSerializedProto(path.read_bytes())
         except (RuntimeError, OSError) as error:
             raise DataError(f"{path} is not a SentencePiece model ({error})") from error
         self.vocab_size = self._model.get_piece_size()
@@ -155,9 +159,20 @@ class HuggingFaceTokenizer(Tokenizer):
         self._model.no_truncation()  # a file may carry both, and either would falsify the corpus
         self._model.no_padding()
         self._model.encode_special_tokens = True
+        self._switch_off_sampling(path)
         self._encode = getattr(self._model, "encode_batch_fast", self._model.encode_batch)  # without offsets
         self.vocab_size = max(self._model.get_vocab(with_added_tokens=True).values()) + 1
         self.eod_id = self._find_eod(settings)
+
+    def _switch_off_sampling(self, path: Path) -> None:
+        """Encode a text alike each time: BPE dropout and the sampling of unigram models are for other trainings."""
+        model = self._model.model
+        for name in ("dropout", "alpha", "nbest_size"):
+            value = getattr(model, name, None)
+            if value:
+                setattr(model, name, None)
+                self.notes += (f"{path}: model.{name}={value:g} samples how a text is split; text is encoded without "
+                               "it, alike each time",)
 
     def _find_eod(self, settings: Path) -> int | None:
         names: Sequence[str] = EOD_NAMES

@@ -176,4 +176,8 @@ def open_tokenizer(folder: Path, config: Config) -> Tokenizer | None:
     wanted = config.data.tokenizer
     if wanted is None:
         return None
-    return load_tokenizer(wanted.kind, None if wanted.kind == "bytes" else str(folder))
+    tokenizer = load_tokenizer(wanted.kind, None if wanted.kind == "bytes" else str(folder))
+    if Launch.from_environment().rank == 0:
+        for note in tokenizer.notes:
+            print(note, file=sys.stderr, flush=True)
+    return tokenizer
