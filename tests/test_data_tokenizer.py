@@ -99,7 +99,8 @@ def test_training_is_reproducible(paths, tmp_path):
 def test_foreign_files_are_refused_by_name(kind, tmp_path):
     (tmp_path / "junk").write_bytes(b"no tokenizer at all")
     (tmp_path / "empty").write_bytes(b"")
-    for path, words in ((tmp_path / "junk", "junk"), (tmp_path / "empty", "empty"), (tmp_path / "none", "does not exist"), (None, "needs its file")):
+    for path, words in ((tmp_path / "junk", "junk"), (tmp_path / "empty", "empty"),
+                        (tmp_path / "none", "does not exist"), (None, "needs its file")):
         with pytest.raises(DataError, match=words) as error:
             load_tokenizer(kind, path)
         assert "\n" not in str(error.value)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import os
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -217,12 +220,55 @@ def test_the_verb_on_text_and_data(folder, capsys, monkeypatch):
     assert capsys.readouterr().out.startswith("the quick")
 
 
+@pytest.mark.parametrize("mask", ["true", "false"])
+def test_records_are_read_and_separated_as_prepare_does(folder, capsys, monkeypatch, mask):
+    """The loss of a text file of records is that of the dataset made of it, whatever its kind."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    monkeypatch.chdir(folder)
+    texts = ["the quick brown fox", "", "jumps über the lazy dog " * 4, "the"]
+    rows = "".join(json.dumps({"body": text}) + "\n" for text in texts)
+    Path("a.jsonl").write_text(rows)
+    Path("a.json").write_bytes(b"\xef\xbb\xbf" + rows.encode())
+    Path("a.ndjson.gz").write_bytes(gzip.compress(rows.encode()))
+    pq.write_table(pa.table({"body": texts}), "a.parquet")
+    assert cli.main(["prepare", "a.jsonl", "--output", "data", "--tokenizer", "huggingface:hf/tokenizer.json",
+                     "--json-key", "body", "--workers", "1"]) == 0
+    capsys.readouterr()
+    found = []
+    for what in (["--data", "data"], *(["--text", name, "--json-key", "body"]
+                                       for name in ("a.jsonl", "a.json", "a.ndjson.gz", "a.parquet"))):
+        assert cli.main(["evaluate", "--hf", "hf", *what, "--json", f"data.document_mask={mask}"]) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    assert all(one == found[0] for one in found) and found[0]["tokens"] > 20
+
+
+def test_a_byte_order_mark_and_compression_change_no_token(folder, capsys, monkeypatch):
+    monkeypatch.chdir(folder)
+    raw = Path("fox.txt").read_bytes()
+    Path("bom.txt").write_bytes(b"\xef\xbb\xbf" + raw)
+    Path("fox.txt.gz").write_bytes(gzip.compress(raw))
+    Path("README").write_bytes(raw)     # another name than the known ones: text too
+    found = []
+    os.mkfifo("pipe")       # as `--text <(command)` gives it
+    threading.Thread(target=Path("pipe").write_bytes, args=[raw], daemon=True).start()
+    for name in ("fox.txt", "bom.txt", "fox.txt.gz", "README", "pipe"):
+        assert cli.main(["evaluate", "--hf", "hf", "--text", name, "--json"]) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    assert all(one == found[0] for one in found)
+
+
 @pytest.mark.parametrize(("argv", "code", "words"), [
+    (["--hf", "hf", "--text", "nul.jsonl.gz"], 2, "nul.jsonl.gz is empty (0 bytes)"),
+    (["--hf", "hf", "--text", "wide.txt"], 2, "wide.txt is UTF-16 text"),
+    (["--hf", "hf", "--text", "latin.txt"], 2, "latin.txt:1: not UTF-8 at byte 0"),
+    (["--hf", "hf", "--text", "bad.jsonl"], 2, "bad.jsonl:2: has no key 'text' (found: body); name one"),
     (["--hf", "nowhere", "--text", "fox.txt"], 1, "nowhere is no Hugging Face folder"),
     (["--checkpoint", "nowhere", "--text", "fox.txt"], 1, "neither a whole checkpoint"),
-    (["--hf", "hf", "--text", "nowhere.txt"], 1, "nowhere.txt cannot be read"),
-    (["--hf", "hf", "--text", "empty.txt"], 1, "has 0 tokens"),
-    (["--hf", "hf", "--data", "nowhere"], 1, "nowhere.idx does not exist"),
+    (["--hf", "hf", "--text", "nowhere.txt"], 2, "nowhere.txt cannot be read: No such file"),
+    (["--hf", "hf", "--text", "empty.txt"], 2, "has 0 tokens"),
+    (["--hf", "hf", "--data", "nowhere"], 2, "nowhere.idx does not exist"),
     (["--hf", "hf", "--text", "fox.txt", "parallel.tp=2"], 2, "world = dp · pp · tp · cp"),
     (["--hf", "hf", "--text", "fox.txt", "paralel.tp=2"], 2, "not a key"),
     (["--hf", "bare", "--text", "fox.txt"], 1, "no tokenizer"),
@@ -233,6 +279,10 @@ def test_what_cannot_be_evaluated_is_one_line(folder, capsys, monkeypatch, argv,
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     save_model("llama", folder / "bare", torch.float32)
     (folder / "empty.txt").write_text("")
+    (folder / "nul.jsonl.gz").write_bytes(b"")
+    (folder / "wide.txt").write_text("text", encoding="utf-16")
+    (folder / "latin.txt").write_text("über", encoding="latin-1")
+    (folder / "bad.jsonl").write_text('{"text": "x"}\n{"body": "y"}\n')
     capsys.readouterr()
     assert cli.main(["evaluate", *argv]) == code
     out, err = capsys.readouterr()

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from megafour.config.schema import Config
+    from megafour.data.tokenizer import Tokenizer
 
 
 def add_parser(subparsers: Any) -> None:
@@ -26,8 +27,12 @@ def add_parser(subparsers: Any) -> None:
     model.add_argument("--checkpoint", type=Path, help="a run folder, one checkpoint, or a Hugging Face folder")
     model.add_argument("--hf", type=Path, metavar="DIR", help="a Hugging Face folder")
     text = parser.add_mutually_exclusive_group(required=True)
-    text.add_argument("--text", type=Path, metavar="FILE", help="UTF-8 text, taken whole, no begin or end mark added")
+    text.add_argument("--text", metavar="FILE",
+                      help="UTF-8 text, taken whole, no begin or end mark added; or .jsonl, .ndjson, .json (lines) or "
+                           ".parquet, whose records each end with the end-of-document mark; compressed or not")
     text.add_argument("--data", metavar="PREFIX", help="a tokenized dataset, PREFIX.bin and PREFIX.idx")
+    parser.add_argument("--json-key", default="text", metavar="KEY",
+                        help="the field or column of --text that holds the text (default: text)")
     parser.add_argument("--json", action="store_true", help="print one JSON object: loss, perplexity, tokens")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value",
                         help="the mesh (parallel.tp=2), train.precision (fp32 unless told), data.seq_length, ...")
@@ -37,55 +42,58 @@ def run(args: argparse.Namespace) -> int:
     """Evaluate, and print on the first rank."""
     from megafour.checkpoint.errors import CheckpointError
     from megafour.checkpoint.folder import is_huggingface
-    from megafour.inference.load import find_models, model_settings
+    from megafour.config.errors import ConfigError
+    from megafour.data.errors import DataError
+    from megafour.inference.load import find_models, model_settings, open_tokenizer
 
     if args.hf is not None and not is_huggingface(args.hf):
         raise CheckpointError(f"--hf {args.hf} is no Hugging Face folder: it has no config.json")
     models = find_models(args.checkpoint or args.hf)
     config = model_settings(models[0], args.overrides)
-    stream, begins, where = _stream(args, models[0], config)
+    tokenizer = open_tokenizer(models[0], config)
+    if tokenizer is None and args.text is not None:
+        raise CheckpointError(f"{models[0]} has no tokenizer for --text {args.text}; give tokens with --data PREFIX")
+    try:
+        stream, begins, where = _stream(args, tokenizer)
+    except DataError as error:
+        raise ConfigError(str(error)) from None     # of an argument, before any process group
     sized = any(word.startswith("train.micro_batch_size=") for word in args.overrides)
     return _evaluate(models, config, (stream, where, begins), sized, args.json)
 
 
-def _stream(args: argparse.Namespace, folder: Path, config: Config) -> tuple[np.ndarray, np.ndarray | None, str]:
-    """Token ids, where documents begin in them (None: one document), and what to call them."""
+def _stream(args: argparse.Namespace, tokenizer: Tokenizer | None) -> tuple[np.ndarray, np.ndarray, str]:
+    """Token ids, where documents begin in them, and what to call them."""
     import numpy as np
 
     from megafour.data.description import check_tokenizer
+    from megafour.data.encode import encode_file
     from megafour.data.errors import DataError
     from megafour.data.indexed import IndexedDataset
-    from megafour.inference.load import open_tokenizer
 
-    tokenizer = open_tokenizer(folder, config)
     if args.data is not None:
         dataset = IndexedDataset(args.data)
         if tokenizer is not None:
             check_tokenizer(dataset.prefix, tokenizer.info)
         ends = np.concatenate([[0], np.cumsum(dataset.lengths, dtype=np.int64)])
-        return dataset.tokens, ends[dataset.documents[:-1]], f"--data {args.data}"
-    if tokenizer is None:
-        raise DataError(f"{folder} has no tokenizer for --text {args.text}; give tokens with --data PREFIX")
-    try:
-        text = args.text.read_bytes().decode("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"--text {args.text} cannot be read as UTF-8 text: {error}") from None
-    return np.asarray(tokenizer.encode(text), dtype=np.int64), None, f"--text {args.text}"
+        stream, begins, where = dataset.tokens, ends[dataset.documents[:-1]], f"--data {args.data}"
+    else:
+        assert tokenizer is not None
+        (stream, begins), where = encode_file(args.text, tokenizer, args.json_key), f"--text {args.text}"
+    if len(stream) < 2:
+        raise DataError(f"{where} has {len(stream)} tokens: the first is never predicted, so it takes two or more")
+    return stream, begins, where
 
 
-def _evaluate(models: list[Path], config: Config, what: tuple[np.ndarray, str, np.ndarray | None], sized: bool,
+def _evaluate(models: list[Path], config: Config, what: tuple[np.ndarray, str, np.ndarray], sized: bool,
               as_json: bool) -> int:
     """Join the world, load this rank's part of the first whole one of `models` (one run's checkpoints), evaluate `what`
     (the stream, its name, where documents begin)."""
-    from megafour.data.errors import DataError
     from megafour.inference.evaluate import evaluate, settings_for
     from megafour.inference.load import first_whole, load_stage
     from megafour.mesh import Launch, start_distributed, stop_distributed
     from megafour.trainer.setup import build_mesh, choose_device
 
     stream, where, begins = what
-    if len(stream) < 2:
-        raise DataError(f"{where} has {len(stream)} tokens: the first is never predicted, so it takes two or more")
     launch = Launch.from_environment()
     settings = settings_for(config, launch.world, len(stream), config.train.micro_batch_size if sized else None)
     config = settings.config

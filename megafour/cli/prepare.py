@@ -21,7 +21,8 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("prepare", help="text to tokenized training data", description=DESCRIPTION)
     add = parser.add_argument
     add("inputs", nargs="*", metavar="INPUT",
-        help=".txt, .jsonl (each also .gz, .zst) or .parquet; patterns such as 'DIR/**/*.jsonl'")
+        help=".txt, .jsonl, .ndjson or .json (lines), each also .gz, .bz2, .xz or .zst, or .parquet; patterns such as "
+             "'DIR/**/*.jsonl'")
     add("--output", required=True, metavar="PREFIX", help="the dataset: PREFIX.bin, PREFIX.idx, PREFIX.json")
     add("--tokenizer", type=_tokenizer, metavar="KIND[:PATH]",
         help="sentencepiece:FILE, huggingface:FILE, tiktoken:FILE or bytes")

@@ -14,7 +14,8 @@ import numpy as np
 
 from megafour.data.errors import DataError
 from megafour.data.indexed import MAX_LENGTH, check_ids, token_dtype
-from megafour.data.sources import BOM, Chunk, line_of
+from megafour.data.sources import Chunk, chunks, line_of, pieces
+from megafour.data.text_files import BOM
 from megafour.data.tokenizer import Tokenizer, load_tokenizer
 
 BLANK_LINES = re.compile(rb"\r?\n[ \t]*\r?\n")
@@ -58,19 +59,14 @@ def encode_chunk(recipe: Recipe, chunk: Chunk) -> Encoded:
     """Parses and encodes one chunk; records that cannot be read are listed, not raised."""
     tokenizer = open_tokenizer(recipe.kind, recipe.path)
     texts, bad, empty = read_texts(recipe, chunk)
-    documents = tokenizer.encode_batch(texts)
-    counted = [len(ids) for ids in documents]
-    filled = [ids for ids in documents if ids]
-    empty += len(documents) - len(filled)
-    if recipe.eod:
-        for ids in filled:
-            ids.append(tokenizer.eod_id)  # type: ignore[arg-type]
+    filled = encode_documents(tokenizer, texts, recipe.eod)
+    empty += len(texts) - len(filled)
     lengths = np.array([len(ids) for ids in filled], dtype=np.int64)
     if len(lengths) and lengths.max() > MAX_LENGTH:
         raise DataError(
             f"{chunk.piece.path}: a document of {lengths.max()} tokens; at most {MAX_LENGTH} fit the format"
         )
-    tokens = np.fromiter(chain.from_iterable(filled), dtype=np.int64, count=sum(counted) + len(filled) * recipe.eod)
+    tokens = np.fromiter(chain.from_iterable(filled), dtype=np.int64, count=int(lengths.sum()))
     check_ids(
         tokens,
         tokenizer.vocab_size,
@@ -78,6 +74,35 @@ def encode_chunk(recipe: Recipe, chunk: Chunk) -> Encoded:
     )
     stored = tokens.astype(token_dtype(tokenizer.vocab_size))
     return Encoded(stored.tobytes(), lengths.astype("<i4").tobytes(), bad, empty)
+
+
+def encode_documents(tokenizer: Tokenizer, texts: list[str], eod: bool) -> list[list[int]]:
+    """Ids of each text that has any, with the end-of-document mark after it where `eod` asks for it."""
+    filled = [ids for ids in tokenizer.encode_batch(texts) if ids]
+    if eod:
+        for ids in filled:
+            ids.append(tokenizer.eod_id)  # type: ignore[arg-type]
+    return filled
+
+
+def encode_file(path: str, tokenizer: Tokenizer, json_key: str) -> tuple[np.ndarray, np.ndarray]:
+    """A text file as one stream of tokens, int64, and the offsets at which its documents begin.
+
+    It is read as `megafour prepare` reads it, and each record ends with the end-of-document mark, if the tokenizer has
+    one. Plain text, which is a file of any other name too, is one document and gets no mark.
+
+    Raises:
+        DataError: for a file that cannot be read, or a record that cannot, as file:line.
+    """
+    recipe, documents = Recipe(tokenizer.kind, None, json_key, "file", tokenizer.eod_id is not None), []
+    for chunk in chunks(pieces([path], other=".txt"), json_key, recipe.split_text):
+        texts, bad, _ = read_texts(recipe, chunk)
+        for line, reason in bad:
+            raise DataError(f"{path}:{line_of(chunk, line)}: {reason}")
+        found = encode_documents(tokenizer, texts, recipe.eod and chunk.piece.format != ".txt")
+        documents += [np.array(ids, dtype=np.int64) for ids in found]
+    ends = np.cumsum([0, *map(len, documents)], dtype=np.int64)
+    return np.concatenate([*documents, np.zeros(0, np.int64)]), ends[:-1]
 
 
 def read_texts(recipe: Recipe, chunk: Chunk) -> tuple[list[str], list[tuple[int, str]], int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import os
 import zlib
@@ -12,14 +11,12 @@ from glob import glob, has_magic
 from typing import Any, BinaryIO
 
 from megafour.data.errors import DataError
+from megafour.data.text_files import Kind, decompressed, kind_of, reading
 
 CHUNK_BYTES = (
     1 << 20
 )  # of text handed to a worker at once: large against the cost of handing over, small against memory
 CHUNK_ROWS = 512  # parquet rows handed over at once
-FORMATS = (".txt", ".jsonl", ".parquet")
-COMPRESSIONS = (".gz", ".zst")
-BOM = b"\xef\xbb\xbf"
 SAMPLED = 1 << 16  # bytes at either end of a file that go into a fingerprint
 
 
@@ -30,11 +27,12 @@ class Piece:
     path: str
     start: int
     end: int
+    kind: Kind
 
     @property
     def format(self) -> str:
         """'.txt', '.jsonl' or '.parquet'."""
-        return file_format(self.path)
+        return self.kind.format
 
 
 @dataclass(frozen=True)
@@ -47,25 +45,10 @@ class Chunk:
     read_bytes: int
 
 
-def file_format(path: str) -> str:
-    """The format that a file's name says, below any compression. Raises DataError for others."""
-    bare = path.removesuffix(_compression(path))
-    suffix = os.path.splitext(bare)[1].lower()
-    if suffix not in FORMATS or (suffix == ".parquet" and bare != path):
-        raise DataError(
-            f"{path}: unknown kind of file; known are .txt and .jsonl, alone or with .gz or .zst, and .parquet"
-        )
-    return suffix
-
-
-def _compression(path: str) -> str:
-    return next((end for end in COMPRESSIONS if path.endswith(end)), "")
-
-
 def expand(patterns: Sequence[str]) -> list[str]:
     """Files that the arguments name, in the order given, each pattern's matches sorted.
 
-    Raises DataError for a pattern without a match, a missing file, a file named twice, an unknown format.
+    Raises DataError for a pattern without a match, a missing file, a file named twice, and what `kind_of` refuses.
     """
     files: list[str] = []
     for pattern in patterns:
@@ -81,7 +64,7 @@ def expand(patterns: Sequence[str]) -> list[str]:
         files += found
     seen: set[str] = set()
     for path in files:
-        file_format(path)
+        kind_of(path)
         place = os.path.abspath(path)
         if place in seen:
             raise DataError(f"{path} is named twice among the inputs")
@@ -102,23 +85,24 @@ def fingerprint(files: Sequence[str], *options: object) -> str:
     return digest.hexdigest()
 
 
-def pieces(files: Sequence[str], shard: int = 0, shards: int = 1) -> list[Piece]:
+def pieces(files: Sequence[str], shard: int = 0, shards: int = 1, other: str | None = None) -> list[Piece]:
     """The part of the corpus that shard `shard` of `shards` (from 0) reads; the shards in order are the whole corpus.
 
-    Shares are equal in bytes of the files. Plain .jsonl is cut within files, at lines; other files are cut only between
-    them.
+    Shares are equal in bytes of the files. Plain JSON lines are cut within files, at lines; other files are cut only
+    between them. An empty file holds no document, wherever it stands. other: as in `kind_of`.
     """
+    kinds = [kind_of(path, other) for path in files]
     total = sum(os.path.getsize(path) for path in files)
     low, high = total * shard // shards, total * (shard + 1) // shards
     result, begin = [], 0
-    for path in files:
+    for path, kind in zip(files, kinds, strict=True):
         size = os.path.getsize(path)
-        if path.lower().endswith(".jsonl"):
+        if kind == Kind(".jsonl"):
             start, end = max(0, low - begin), min(size, high - begin)
             if start < end:
-                result.append(Piece(path, start, end))
-        elif low <= begin < high:
-            result.append(Piece(path, 0, size))
+                result.append(Piece(path, start, end, kind))
+        elif (size and low <= begin < high) or not os.path.isfile(path):
+            result.append(Piece(path, 0, size, kind))
         begin += size
     return result
 
@@ -129,68 +113,37 @@ def chunks(parts: Sequence[Piece], json_key: str, split_text: str) -> Iterator[C
     Raises DataError, naming the file, for unreadable or damaged files and a parquet file without the column `json_key`.
     """
     for piece in parts:
-        try:
-            if piece.format == ".parquet":
-                yield from _parquet(piece, json_key)
-            elif piece.format == ".txt" and split_text == "file":
-                with open(piece.path, "rb") as raw:
-                    yield Chunk(piece, 1, _decompressed(piece.path, raw).read(), piece.end)
-            else:
-                separators = (b"\n\n", b"\n\r\n") if piece.format == ".txt" and split_text == "blank-line" else (b"\n",)
-                yield from _blocks(piece, separators)
-        except (OSError, EOFError, zlib.error) as error:
-            raise DataError(f"{piece.path}: {error}") from error
-
-
-def _decompressed(path: str, raw: BinaryIO) -> Any:
-    if path.endswith(".gz"):
-        return gzip.GzipFile(fileobj=raw)
-    if path.endswith(".zst"):
-        return ZstdReader(path, raw)
-    return raw
-
-
-class ZstdReader:
-    """Reads a .zst file of any number of frames; the library's own stream ends silently where a frame is cut short."""
-
-    def __init__(self, path: str, raw: BinaryIO) -> None:
-        import zstandard
-
-        self._path, self._raw, self._library = path, raw, zstandard
-        self._frame: Any = None
-        self._unread = b""
-
-    def read(self, size: int = -1) -> bytes:
-        """About `size` bytes, all that is left for -1; empty at the file's end."""
-        parts, length = [], 0
-        while size < 0 or length < size:
-            block = self._unread or self._raw.read(1 << 17)
-            if not block:
-                if self._frame is not None:
-                    raise DataError(f"{self._path}: ends in the middle of a zstd frame")
+        if piece.format == ".parquet":
+            found = _parquet(piece, json_key)
+        elif piece.format == ".txt" and split_text == "file":
+            found = _whole(piece)
+        else:
+            blank = piece.format == ".txt" and split_text == "blank-line"
+            found = _blocks(piece, (b"\n\n", b"\n\r\n") if blank else (b"\n",))
+        while True:
+            with reading(piece.path):
+                chunk = next(found, None)
+            if chunk is None:
                 break
-            self._unread = b""
-            self._frame = self._frame or self._library.ZstdDecompressor().decompressobj()
-            try:
-                parts.append(self._frame.decompress(block))
-            except self._library.ZstdError as error:
-                raise DataError(f"{self._path}: damaged ({error})") from error
-            length += len(parts[-1])
-            if self._frame.eof:
-                self._unread, self._frame = self._frame.unused_data, None
-        return b"".join(parts)
+            yield chunk
+
+
+def _whole(piece: Piece) -> Iterator[Chunk]:
+    with open(piece.path, "rb") as raw:
+        yield Chunk(piece, 1, decompressed(piece.path, piece.kind.compression, raw).read(), piece.end)
 
 
 def _blocks(piece: Piece, separators: Sequence[bytes]) -> Iterator[Chunk]:
     """Text blocks of about CHUNK_BYTES that end after a separator."""
     with open(piece.path, "rb") as raw:
-        plain = not _compression(piece.path)
+        plain = not piece.kind.compression
         left = -1
         if plain:
             begin, end = (_line_start(raw, offset) for offset in (piece.start, piece.end))
             raw.seek(begin)
             left = end - begin
-        stream, line, seen, parts = _decompressed(piece.path, raw), 1, raw.tell(), [b""]
+        stream = decompressed(piece.path, piece.kind.compression, raw)
+        line, seen, parts = 1, raw.tell(), [b""]
         while block := stream.read(CHUNK_BYTES if left < 0 else min(CHUNK_BYTES, left)):
             left -= len(block) if plain else 0
             cut = max(found + len(mark) if (found := block.rfind(mark)) >= 0 else 0 for mark in separators)

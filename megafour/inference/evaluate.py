@@ -70,7 +70,8 @@ def settings_for(config: Config, world: int, length: int, micro_batch_size: int 
     return Settings(resolved.replace({"model.max_position_embeddings": limit}), window)
 
 
-def evaluate(model: Loaded, stream: np.ndarray, where: str, window: int, begins: np.ndarray | None = None) -> Evaluation:
+def evaluate(model: Loaded, stream: np.ndarray, where: str, window: int,
+             begins: np.ndarray | None = None) -> Evaluation:
     """The mean negative log-likelihood of a stream of tokens. Every rank of the mesh calls it together.
 
     The stream is cut into windows that overlap by one token, so that every token but the first is predicted once, from
