@@ -11,6 +11,8 @@ from typing import Any, cast
 
 from torch.distributed.checkpoint.filesystem import FileSystem
 
+from megafour.config.file_system import naming
+
 BLOCK = 1 << 22
 """Bytes read at a time."""
 
@@ -22,7 +24,7 @@ def crc32(path: Path) -> int:
         OSError: when the file cannot be read.
     """
     found = 0
-    with open(path, "rb", buffering=0) as file:
+    with naming(path), open(path, "rb", buffering=0) as file:
         while block := file.read(BLOCK):
             found = zlib.crc32(block, found)
     return found
@@ -41,7 +43,7 @@ class SummedFiles(FileSystem):
     @contextmanager
     def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[Any]:  # type: ignore[override]
         """Open a file; one that is written is summed."""
-        with super().create_stream(path, mode) as stream:
+        with naming(path), super().create_stream(path, mode) as stream:
             if "w" not in mode:
                 yield stream
                 return

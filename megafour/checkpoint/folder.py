@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 
 from megafour.checkpoint.agreement import collect, first_does, share
 from megafour.checkpoint.errors import CheckpointError, listed
+from megafour.config.file_system import naming, sync, sync_folder
 from megafour.config.json_file import read_object
 
 STATE, MANIFEST = "state.json", "manifest.json"
@@ -122,6 +123,9 @@ def check_files(path: Path, sizes: dict[str, int]) -> None:
             found = (path / name).stat().st_size
         except FileNotFoundError:
             wrong.append(f"{name} is missing")
+            continue
+        except OSError as error:
+            wrong.append(f"{name} cannot be read: {error.strerror}")
             continue
         if found != size:
             wrong.append(f"{name} has {found} bytes instead of {size}")
@@ -242,22 +246,12 @@ def unused(path: Path, ending: str) -> Path:
     return candidate
 
 
-def sync_folder(path: Path) -> None:
-    """Make names in a folder durable: a rename is lost in a crash until its folder is synced."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def write_file(path: Path, data: str | bytes) -> None:
-    """Write a whole file and sync it."""
+    """Write a whole file and sync it. An OSError names it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "wb") as file:
+    with naming(path), open(path, "wb") as file:
         file.write(data.encode() if isinstance(data, str) else data)
-        file.flush()
-        os.fsync(file.fileno())
+        sync(file)
 
 
 def check_shared(folder: Path, group: ProcessGroup | None, wait: float = 10.0) -> None:

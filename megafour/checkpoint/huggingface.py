@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 
 from megafour.checkpoint.agreement import collect, first_does, share
 from megafour.checkpoint.errors import CheckpointError, listed
-from megafour.checkpoint.folder import HUGGINGFACE_CONFIG, sync_folder, write_file
+from megafour.checkpoint.folder import HUGGINGFACE_CONFIG, write_file
 from megafour.checkpoint.huggingface_names import Shape, Slot, is_buffer, known_name, slots
 from megafour.checkpoint.safetensors_file import (
     DTYPES,
@@ -26,6 +26,7 @@ from megafour.checkpoint.safetensors_file import (
     write_safetensors,
 )
 from megafour.checkpoint.tensors import LogicalTensor
+from megafour.config.file_system import sync_folder
 
 GENERATION = "generation_config.json"
 CARRIED = (GENERATION, "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json",

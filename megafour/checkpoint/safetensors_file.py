@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megafour.checkpoint.errors import CheckpointError, listed
+from megafour.config.file_system import NOT_SUPPORTED, naming, say_once, sync
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 """Types of weights, by the format's names. Others are quantized, or no weights."""
@@ -55,10 +57,7 @@ class SafetensorsFolder:
         """
         wanted = weight_map(self.folder)
         for file in dict.fromkeys(wanted.values()) if wanted else [only_file(self.folder)]:
-            try:
-                handle = self._stack.enter_context(safe_open(self.folder / file, framework="pt"))
-            except (SafetensorError, OSError) as error:
-                raise CheckpointError(f"{self.folder / file} cannot be read as safetensors: {error}") from None
+            handle = self._stack.enter_context(_opened(self.folder / file))
             self._open[file] = handle
             for name in handle.keys():    # noqa: SIM118  the handle is no mapping
                 if not wanted or wanted.get(name) == file:
@@ -78,6 +77,98 @@ class SafetensorsFolder:
         stored = self.tensors[name]
         handle = self._open[stored.file]
         return handle.get_tensor(name) if index is None or not stored.shape else handle.get_slice(name)[index]
+
+
+def _opened(path: Path) -> Any:
+    """A file, through the library's memory map, or read where the file system has none; a context manager."""
+    try:
+        try:
+            return safe_open(path, framework="pt")
+        except OSError as error:
+            number = re.search(r"os error (\d+)", str(error))     # all that the library's error says
+            code = error.errno or int(number[1] if number else 0)
+            if code not in NOT_SUPPORTED:
+                raise
+            say_once(f"{path}: the file system has no memory maps ({os.strerror(code)}); the file is read, which is "
+                     f"slower")
+            return ReadFile(path)
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} cannot be read as safetensors: {error}") from None
+
+
+class ReadFile:
+    """A safetensors file that is read tensor by tensor, with what `safe_open` offers of one."""
+
+    def __init__(self, path: Path) -> None:
+        """Read the header.
+
+        Raises:
+            SafetensorError: for a file that is damaged.
+        """
+        self._path = path
+        size = path.stat().st_size
+        with open(path, "rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            try:
+                header = json.loads(file.read(min(length, size)))
+                header.pop("__metadata__", None)
+                self._entries = {name: (entry["dtype"], list(entry["shape"]), 8 + length + entry["data_offsets"][0],
+                                        8 + length + entry["data_offsets"][1]) for name, entry in header.items()}
+            except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+                raise SafetensorError(f"its header is damaged: {error!r}") from None
+        for name, (kind, shape, begin, end) in self._entries.items():
+            wrong = kind in DTYPES and math.prod(shape) * DTYPES[kind].itemsize != end - begin
+            if wrong or not 8 + length <= begin <= end <= size:
+                raise SafetensorError(f"{name} does not fit its place in the file")
+
+    def __enter__(self) -> ReadFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing stays open."""
+
+    def keys(self) -> list[str]:
+        """Names of the tensors."""
+        return list(self._entries)
+
+    def get_tensor(self, name: str) -> Tensor:
+        """A tensor, read."""
+        kind, shape, begin, end = self._entries[name]
+        data = bytearray(end - begin)
+        with open(self._path, "rb", buffering=0) as file:
+            file.seek(begin)
+            view = memoryview(data)
+            while view and (count := file.readinto(view)):
+                view = view[count:]
+        return torch.frombuffer(data, dtype=DTYPES[kind]).reshape(shape) if data else torch.empty(
+            shape, dtype=DTYPES[kind])
+
+    def get_slice(self, name: str) -> ReadSlice:
+        """A tensor whose shape and type are known before it is read."""
+        return ReadSlice(self, name)
+
+    def entry(self, name: str) -> tuple[str, list[int]]:
+        """Type, as the format names it, and shape."""
+        return self._entries[name][:2]
+
+
+@dataclass(frozen=True)
+class ReadSlice:
+    """A tensor of a `ReadFile`, to be read in part."""
+
+    file: ReadFile
+    name: str
+
+    def get_shape(self) -> list[int]:
+        """Its shape."""
+        return self.file.entry(self.name)[1]
+
+    def get_dtype(self) -> str:
+        """Its type, as the format names it."""
+        return self.file.entry(self.name)[0]
+
+    def __getitem__(self, index: tuple[slice, ...]) -> Tensor:
+        return self.file.get_tensor(self.name)[index]
 
 
 def weight_map(folder: Path) -> dict[str, str]:
@@ -151,7 +242,7 @@ def write_safetensors(path: Path, tensors: list[Outgoing]) -> None:
         at += tensor.nbytes
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
-    with open(path, "wb") as file:
+    with naming(path), open(path, "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for tensor in ordered:
             data = tensor.make()
@@ -160,5 +251,4 @@ def write_safetensors(path: Path, tensors: list[Outgoing]) -> None:
             flat = data.contiguous().reshape(-1).view(torch.uint8).numpy()
             for start in range(0, len(flat), _BLOCK):
                 file.write(flat[start : start + _BLOCK].data)
-        file.flush()
-        os.fsync(file.fileno())
+        sync(file)

@@ -37,12 +37,12 @@ from megafour.checkpoint.folder import (
     read_state,
     remove,
     step_path,
-    sync_folder,
     tidy,
     write_file,
 )
 from megafour.checkpoint.scratch import ScratchPlanner
 from megafour.checkpoint.tensors import LogicalTensor
+from megafour.config.file_system import sync_folder
 
 __all__ = ["CheckpointError", "LogicalTensor", "check_shared", "check_small", "find", "find_all", "list_steps", "load",
            "newest", "prune", "read_state", "save", "step_path", "stored_tensors", "tidy", "verify"]
@@ -138,7 +138,7 @@ def verify(path: Path, process_group: ProcessGroup | None) -> None:
             if found != wanted:
                 wrong.append(f"{name} has the checksum {found:08x} instead of {wanted:08x}")
         except OSError as error:
-            wrong.append(f"{name} cannot be read: {error}")
+            wrong.append(f"{name} cannot be read: {error.strerror}")
     everyone = collect(wrong, process_group)
     problems = sorted(text for one in everyone or () for text in one)
     damage = share(f"{path} is damaged: {listed(problems)}" if problems else None, process_group)
@@ -152,10 +152,15 @@ def check_small(path: Path) -> None:
     Raises:
         CheckpointError: naming the files that are damaged.
     """
-    wrong = [name for name, wanted in sorted(check_manifest(path).items())
-             if not _SHARD.match(name) and crc32(path / name) != wanted]
+    wrong = []
+    for name, wanted in sorted(check_manifest(path).items()):
+        try:
+            if not _SHARD.match(name) and crc32(path / name) != wanted:
+                wrong.append(f"{name} has another checksum")
+        except OSError as error:
+            wrong.append(f"{name} cannot be read: {error.strerror}")
     if wrong:
-        raise CheckpointError(f"{path} is damaged: {listed([f'{name} has another checksum' for name in wrong])}")
+        raise CheckpointError(f"{path} is damaged: {listed(wrong)}")
 
 
 _SHARD = re.compile(r"__(\d+)_\d+\.distcp")

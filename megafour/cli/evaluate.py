@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from megafour.config.schema import Config
+    from megafour.data.mapped import Array
     from megafour.data.tokenizer import Tokenizer
 
 
@@ -61,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     return _evaluate(models, config, (stream, where, begins), sized, args.json)
 
 
-def _stream(args: argparse.Namespace, tokenizer: Tokenizer | None) -> tuple[np.ndarray, np.ndarray, str]:
+def _stream(args: argparse.Namespace, tokenizer: Tokenizer | None) -> tuple[Array, np.ndarray, str]:
     """Token ids, where documents begin in them, and what to call them."""
     import numpy as np
 
@@ -75,7 +76,8 @@ def _stream(args: argparse.Namespace, tokenizer: Tokenizer | None) -> tuple[np.n
         if tokenizer is not None:
             check_tokenizer(dataset.prefix, tokenizer.info)
         ends = np.concatenate([[0], np.cumsum(dataset.lengths, dtype=np.int64)])
-        stream, begins, where = dataset.tokens, ends[dataset.documents[:-1]], f"--data {args.data}"
+        stream: Array = dataset.tokens
+        begins, where = ends[dataset.documents[:-1]], f"--data {args.data}"
     else:
         assert tokenizer is not None
         (stream, begins), where = encode_file(args.text, tokenizer, args.json_key), f"--text {args.text}"
@@ -84,7 +86,7 @@ def _stream(args: argparse.Namespace, tokenizer: Tokenizer | None) -> tuple[np.n
     return stream, begins, where
 
 
-def _evaluate(models: list[Path], config: Config, what: tuple[np.ndarray, str, np.ndarray], sized: bool,
+def _evaluate(models: list[Path], config: Config, what: tuple[Array, str, np.ndarray], sized: bool,
               as_json: bool) -> int:
     """Join the world, load this rank's part of the first whole one of `models` (one run's checkpoints), evaluate `what`
     (the stream, its name, where documents begin)."""

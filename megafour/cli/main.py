@@ -78,6 +78,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:    # the reader of our output (`| head`) has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        if error.errno is None:
+            raise
+        complain(str(error) if error.filename is None else f"{os.fspath(error.filename)}: {error.strerror}")
+        return 1
     except Exception as error:
         code = exit_code(error)
         if code is None:

@@ -42,6 +42,8 @@ def read_info(prefix: str) -> dict[str, Any] | None:
         if missing:
             raise KeyError("tokenizer." + missing[0])
         return info
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path} is not the description of a dataset: {error!r}") from error
 

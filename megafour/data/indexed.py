@@ -15,7 +15,9 @@ from typing import BinaryIO
 
 import numpy as np
 
+from megafour.config.file_system import naming, sync
 from megafour.data.errors import DataError, NoSuchFile
+from megafour.data.mapped import Array, map_file
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
@@ -52,8 +54,11 @@ class IndexedDataset:
                 raise NoSuchFile(
                     f"{path} does not exist; a dataset is PREFIX.bin and PREFIX.idx, made by `megafour prepare`"
                 )
-        self._map_index()
-        self.tokens = self._map_tokens()
+        try:
+            self._map_index()
+            self.tokens = self._map_tokens()
+        except OSError as error:
+            raise DataError(f"{error.filename or self.prefix} cannot be read: {error.strerror}") from error
         self._check_gapless()
 
     def _map_index(self) -> None:
@@ -75,19 +80,17 @@ class IndexedDataset:
             raise DataError(
                 f"{self.idx_path}: {size} bytes, but {sequences} sequences, {boundaries - 1} documents take {expected}"
             )
-        raw = np.memmap(self.idx_path, mode="r", dtype=np.uint8)
+        raw = map_file(self.idx_path, np.dtype(np.uint8))[:]
         at = HEADER.size
         self.lengths = np.frombuffer(raw, "<i4", sequences, at)
         self.pointers = np.frombuffer(raw, "<i8", sequences, at + 4 * sequences)
         self.documents = np.frombuffer(raw, "<i8", boundaries, at + 12 * sequences)
 
-    def _map_tokens(self) -> np.ndarray:
+    def _map_tokens(self) -> Array:
         size = self.bin_path.stat().st_size
         if size % self.dtype.itemsize:
             raise DataError(f"{self.bin_path}: {size} bytes is no whole number of {self.dtype.name} tokens")
-        if size == 0:  # an empty file cannot be mapped
-            return np.zeros(0, self.dtype)
-        return np.memmap(self.bin_path, mode="r", dtype=self.dtype)
+        return map_file(self.bin_path, self.dtype)
 
     def _check_gapless(self) -> None:
         """Samples are cut from the stream itself: sequences must follow one another in it. Looks at 1,024 places."""
@@ -184,10 +187,10 @@ def check_ids(values: np.ndarray, vocab_size: int, where: str) -> None:
         raise DataError(f"{where} holds token id {int(bad[0])}, outside the vocabulary of {vocab_size} entries")
 
 
-def write_index(path: str | os.PathLike[str], lengths: np.ndarray, dtype: np.dtype) -> None:
-    """Writes the index of a stream whose documents are one sequence each. lengths: i32 [S], or a memory map of them."""
+def write_index(path: str | os.PathLike[str], lengths: Array, dtype: np.dtype) -> None:
+    """Writes the index of a stream whose documents are one sequence each. lengths: i32 [S], in memory or in a file."""
     count = len(lengths)
-    with open(path, "wb") as file:
+    with naming(path), open(path, "wb") as file:
         file.write(HEADER.pack(MAGIC, 1, CODES[np.dtype(dtype)], count, count + 1))
         for start in range(0, count, WRITE_BLOCK):
             file.write(np.asarray(lengths[start : start + WRITE_BLOCK], dtype="<i4").tobytes())
@@ -199,18 +202,17 @@ def write_index(path: str | os.PathLike[str], lengths: np.ndarray, dtype: np.dty
             offset = int(ends[-1])
         for start in range(0, count + 1, WRITE_BLOCK):
             file.write(np.arange(start, min(start + WRITE_BLOCK, count + 1), dtype="<i8").tobytes())
-        file.flush()
-        os.fsync(file.fileno())
+        sync(file)
 
 
 def publish(aside: str | os.PathLike[str], path: str | os.PathLike[str]) -> None:
     """Moves a finished file to its name in one step, its content on disk first."""
     with open(aside, "rb+") as file:
-        os.fsync(file.fileno())
+        sync(file)
     os.replace(aside, path)
 
 
 def append_file(source: str | os.PathLike[str], target: BinaryIO) -> None:
     """Appends a whole file in large blocks."""
-    with open(source, "rb") as file:
+    with naming(target.name), open(source, "rb") as file:
         shutil.copyfileobj(file, target, 16 << 20)

@@ -15,6 +15,7 @@ import numpy as np
 from megafour.config.json_file import read_object
 from megafour.data.errors import DataError
 from megafour.data.indexed import IndexedDataset, append_file, publish, write_index
+from megafour.data.mapped import map_file
 from megafour.data.prepare import finished, shard_prefix
 
 TALLIED = ("documents", "tokens", "empty_documents", "bad_records")
@@ -47,7 +48,7 @@ def merge(output: str, overwrite: bool = False) -> dict[str, Any]:
         for shard in shards:
             append_file(shard.bin_path, tokens)
             lengths.write(np.ascontiguousarray(shard.lengths).tobytes())
-    write_index(folder / "index", np.memmap(folder / "lengths.i32", "<i4", "r"), shards[0].dtype)
+    write_index(folder / "index", map_file(folder / "lengths.i32", np.dtype("<i4")), shards[0].dtype)
     (folder / "description").write_text(json.dumps(total, indent=2) + "\n", encoding="utf-8")
     Path(output + ".idx").unlink(missing_ok=True)
     publish(folder / "tokens.bin", output + ".bin")

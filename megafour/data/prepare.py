@@ -7,7 +7,6 @@ workers.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
@@ -17,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from multiprocessing import get_context
 from pathlib import Path
@@ -24,9 +24,11 @@ from typing import IO, Any
 
 import numpy as np
 
+from megafour.config.file_system import Locked, lock, naming, sync
 from megafour.data.encode import Encoded, Recipe, encode_chunk, open_tokenizer, read_texts
 from megafour.data.errors import DataError
 from megafour.data.indexed import publish, token_dtype, write_index
+from megafour.data.mapped import map_file
 from megafour.data.sources import Chunk, chunks, fingerprint, line_of, pieces
 from megafour.data.tokenizer import TokenizerInfo
 from megafour.data.train_tokenizer import train_sentencepiece
@@ -223,8 +225,8 @@ class Partial:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._lock: IO[str] = open(self.folder / "lock", "w")
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+            lock(self._lock)
+        except Locked as error:
             self._lock.close()
             raise DataError(f"{self.folder}: another process is preparing this dataset") from error
         self._resume()
@@ -232,8 +234,10 @@ class Partial:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for file in (self._tokens, self._lengths, self._lock):
-            file.close()
+        with ExitStack() as closing:
+            for file in (self._lock, self._lengths, self._tokens):
+                closing.enter_context(naming(file.name))
+                closing.callback(file.close)
 
     def _resume(self) -> None:
         journal = self.folder / "journal.json"
@@ -258,8 +262,9 @@ class Partial:
 
     def add(self, encoded: Encoded) -> None:
         """Appends one chunk's documents; the journal follows every few seconds."""
-        self._tokens.write(encoded.tokens)
-        self._lengths.write(encoded.lengths)
+        for file, data in ((self._tokens, encoded.tokens), (self._lengths, encoded.lengths)):
+            with naming(file.name):
+                file.write(data)
         self.counts.chunks += 1
         self.counts.documents += len(encoded.lengths) // 4
         self.counts.tokens += len(encoded.tokens) // token_dtype(self.info.vocab_size).itemsize
@@ -270,8 +275,7 @@ class Partial:
     def save(self) -> None:
         """Puts what was added on disk, then the journal that says so."""
         for file in (self._tokens, self._lengths):
-            file.flush()
-            os.fsync(file.fileno())
+            sync(file)
         aside = self.folder / "journal.tmp"
         aside.write_text(json.dumps({**asdict(self.counts), "mark": [self.mark, self.info.hash]}), encoding="utf-8")
         publish(aside, self.folder / "journal.json")
@@ -280,7 +284,7 @@ class Partial:
     def publish(self, description: dict[str, Any]) -> dict[str, Any]:
         """Moves the finished dataset to its prefix; the index comes last, so that a dataset with an index is whole."""
         lengths_file = self.folder / "lengths.i32"
-        lengths = np.memmap(lengths_file, "<i4", "r") if self.counts.documents else np.zeros(0, "<i4")
+        lengths = map_file(lengths_file, np.dtype("<i4"))
         write_index(self.folder / "index", lengths, token_dtype(self.info.vocab_size))
         (self.folder / "description").write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
         Path(self.prefix + ".idx").unlink(missing_ok=True)  # of a dataset that is being replaced

@@ -128,7 +128,7 @@ class SentencePieceTokenizer(Tokenizer):
             # From memory: what the library does with an open file should not depend on the file system.
             self._model = sentencepiece.SentencePieceProcessor()
             self._model.LoadFromSerializedProto(path.read_bytes())
-        except (RuntimeError, OSError) as error:
+        except RuntimeError as error:
             raise DataError(f"{path} is not a SentencePiece model ({error})") from error
         self.vocab_size = self._model.get_piece_size()
         self.eod_id = self._model.eos_id() if self._model.eos_id() >= 0 else None
@@ -248,6 +248,9 @@ def load_tokenizer(kind: str, path: str | Path | None = None) -> Tokenizer:
         file = file / FILE_NAMES[kind]
     if not file.is_file():
         raise NoSuchFile(f"{file} does not exist; it was to be the {kind} tokenizer")
-    if kind == "sentencepiece":
-        return SentencePieceTokenizer(file)
-    return HuggingFaceTokenizer(file) if kind == "huggingface" else TiktokenTokenizer(file)
+    try:
+        if kind == "sentencepiece":
+            return SentencePieceTokenizer(file)
+        return HuggingFaceTokenizer(file) if kind == "huggingface" else TiktokenTokenizer(file)
+    except OSError as error:
+        raise DataError(f"{error.filename or file} cannot be read: {error.strerror or error}") from error

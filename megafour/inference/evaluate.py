@@ -14,6 +14,7 @@ from megafour.config.schema import Config
 from megafour.data.batch import PAD, MicroBatch, collate
 from megafour.data.errors import DataError
 from megafour.data.indexed import check_ids
+from megafour.data.mapped import Array
 from megafour.inference.load import Loaded
 from megafour.trainer.step import evaluate_batch
 
@@ -70,7 +71,7 @@ def settings_for(config: Config, world: int, length: int, micro_batch_size: int 
     return Settings(resolved.replace({"model.max_position_embeddings": limit}), window)
 
 
-def evaluate(model: Loaded, stream: np.ndarray, where: str, window: int,
+def evaluate(model: Loaded, stream: Array, where: str, window: int,
              begins: np.ndarray | None = None) -> Evaluation:
     """The mean negative log-likelihood of a stream of tokens. Every rank of the mesh calls it together.
 
@@ -96,7 +97,7 @@ def evaluate(model: Loaded, stream: np.ndarray, where: str, window: int,
     return Evaluation(total / max(tokens, 1), tokens)
 
 
-def _global_batches(model: Loaded, stream: np.ndarray, where: str, window: int,
+def _global_batches(model: Loaded, stream: Array, where: str, window: int,
                     begins: np.ndarray | None) -> Iterator[list[MicroBatch]]:
     """This rank's micro-batches of one global batch after the other; the last is filled up with padding."""
     train, padded = model.config.train, model.config.data.seq_length

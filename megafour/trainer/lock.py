@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megafour.checkpoint.errors import CheckpointError
+from megafour.config.file_system import naming
 from megafour.trainer.peers import machine, started
 
 BEAT = 5.0
@@ -76,7 +78,8 @@ class RunLock:
             self._thread.join()
             self._thread = None
         if (_read(self.path) or {}).get("token") == self.token:
-            self.path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):      # a disk that has failed: the lock of a dead process holds nobody up
+                self.path.unlink(missing_ok=True)
 
     def _content(self) -> str:
         self._count += 1
@@ -87,21 +90,27 @@ class RunLock:
     def _create(self) -> bool:
         """Make the lock with its content in one move; False when there is one."""
         own = self.path.with_name(f"lock.{self.token}")
-        own.write_text(self._content())
         try:
-            os.link(own, self.path)
+            with naming(own):
+                own.write_text(self._content())
+            return self._place(own)
+        finally:
+            own.unlink(missing_ok=True)
+
+    def _place(self, source: Path) -> bool:
+        """Give a file's content the lock's name as well; False when there is a lock."""
+        try:
+            os.link(source, self.path)
             return True
         except FileExistsError:
             return False
         except OSError:         # a file system without hard links
             try:
-                with open(self.path, "x") as file:
-                    file.write(self._content())
+                with naming(self.path), open(self.path, "x") as file:
+                    file.write(source.read_text())
                 return True
             except FileExistsError:
                 return False
-        finally:
-            own.unlink(missing_ok=True)
 
     def _lives(self, held: dict[str, Any]) -> bool:
         if self.dead is not None and held.get("token") == self.dead:
@@ -129,7 +138,7 @@ class RunLock:
             return
         moved = _read(aside) or {}
         if moved.get("token") != held.get("token"):
-            os.link(aside, self.path)
+            self._place(aside)      # it was another run's new one; if there is a newer one still, that one has it
         aside.unlink(missing_ok=True)
 
     def _keep_beating(self) -> None:

@@ -150,7 +150,13 @@ def _train_until(stop: StopRequest, mesh: Mesh, config: Config, launch: Launch, 
     except CheckpointError as error:
         stop.restore()
         return refuse(error, launch, 1)
-    log = RankLog(folder.logs, mesh.rank, where=mesh.describe())
+    try:
+        log = RankLog(folder.logs, mesh.rank, where=mesh.describe())
+    except OSError as error:
+        stop.restore()
+        first = folder.fail(0, str(error))
+        folder.close()
+        return say_refusal(error, 1) if first else 1
     for note in folder.notes:
         log.say(note)
     training: Run | None = None
@@ -188,6 +194,9 @@ def _train_until(stop: StopRequest, mesh: Mesh, config: Config, launch: Launch, 
         gone = lost(watch.peers, error) if watch is not None else None
         first = folder.fail(step, f"{f'{gone}; ' if gone else ''}{mesh.describe()}: {what}")
         log.note(f"failed in step {step + 1}\n{traceback.format_exc()}")
+        if isinstance(error, OSError) and error.errno is not None:      # a disk that is full or gone, in one line
+            stop.restore()
+            return say_refusal(error, 1) if first else 1
         if not first:       # for want of the rank that failed first: that one's traceback is the one to show
             return 1
         if gone is not None:    # nor does this one's own say anything

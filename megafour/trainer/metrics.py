@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megafour.config.file_system import naming
 from megafour.config.schema import Config
 from megafour.trainer.logs import RankLog
 from megafour.trainer.trackers import TensorBoard, Tracker, Wandb
@@ -51,7 +52,8 @@ class Metrics:
         if self._file is None:
             return
         line = clean(values)
-        self._file.write(json.dumps(line) + "\n")
+        with naming(self._file.name):
+            self._file.write(json.dumps(line) + "\n")
         for tracker in self._trackers:
             tracker.log(line["step"], {k: v for k, v in line.items() if k not in ("step", "time") and v is not None})
         self._console(line)

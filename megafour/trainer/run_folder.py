@@ -109,7 +109,8 @@ class RunFolder:
     def close(self) -> None:
         """Give the locks back. The stop file has been answered and goes too."""
         if self.locks and not self.locks[0].lost and read_status(self.path).get("state") != "running":
-            self.stop_file.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                self.stop_file.unlink(missing_ok=True)
         while self.locks:
             self.locks.pop().release()
 
