@@ -6,7 +6,9 @@ import json
 import lzma
 
 import pytest
+import zstandard
 
+from megafour.data.indexed import IndexedDataset
 from megafour.data.prepare import Job, prepare
 from tests.test_data_prepare import BYTES, TEXTS, lines, run, two_frames
 
@@ -23,6 +25,23 @@ def test_a_damaged_file_is_named(tmp_path, capsys, name, pack):
     (tmp_path / name).write_bytes(packed[:8000] + bytes(200) + packed[8200:])
     assert ended(run, tmp_path, tmp_path / name) in (1, 2)
     assert f"error: {tmp_path / name}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name, pack", [
+    ("a.jsonl.gz", gzip.compress), ("a.jsonl.zst", zstandard.ZstdCompressor().compress), ("a.jsonl.bz2", bz2.compress),
+    ("a.jsonl.xz", lzma.compress)])
+def test_every_stream_of_a_file_is_read_or_named(tmp_path, capsys, name, pack):
+    """Streams one after the other, padded with zeros; what is damaged or follows the last one is never left out."""
+    streams = [pack(lines(TEXTS[at : at + 3])) for at in (0, 3, 6)]
+    (tmp_path / name).write_bytes(streams[0] + bytes(8) + streams[1] + bytes(1 << 18) + streams[2] + bytes(1 << 18))
+    assert run(tmp_path, tmp_path / name) == 0 and len(IndexedDataset(tmp_path / "out")) == 9
+    for number, content in enumerate((streams[0] + b"?" + streams[1][1:], streams[0] + b"rubbish at the end",
+                                      streams[0] + streams[1][:9])):
+        place = tmp_path / str(number)
+        place.mkdir()
+        (place / name).write_bytes(content)
+        assert ended(run, place, place / name) in (1, 2)
+        assert f"error: {place / name} is " in capsys.readouterr().err and not (place / "out.idx").exists()
 
 
 def ended(verb, *args):

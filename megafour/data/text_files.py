@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import bz2
-import gzip
 import json
 import lzma
 import os
 import re
 import stat
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, BinaryIO
@@ -30,6 +29,7 @@ MAGIC = {
 }
 BOM = b"\xef\xbb\xbf"
 HEAD = 1 << 16  # bytes of a text that are looked at
+BLOCK = 1 << 16  # compressed bytes read at once
 
 
 @dataclass(frozen=True)
@@ -145,8 +145,6 @@ def reading(path: str) -> Iterator[None]:
         yield
     except EOFError as error:
         raise DataError(f"{path} is cut short: its compressed data has no end; fetch it again") from error
-    except (zlib.error, lzma.LZMAError) as error:
-        raise DataError(f"{path} is damaged ({error}); fetch it again") from error
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
 
@@ -154,40 +152,54 @@ def reading(path: str) -> Iterator[None]:
 def decompressed(path: str, compression: str, raw: BinaryIO) -> Any:
     """The content of an open file, as a stream to read from."""
     if compression == ".gz":
-        return gzip.GzipFile(fileobj=raw)
+        return Decompressed(path, raw, lambda: zlib.decompressobj(wbits=31), zlib.error)
     if compression == ".bz2":
-        return bz2.BZ2File(raw)
+        return Decompressed(path, raw, bz2.BZ2Decompressor, OSError)
     if compression == ".xz":
-        return lzma.LZMAFile(raw)
-    return ZstdReader(path, raw) if compression == ".zst" else raw
-
-
-class ZstdReader:
-    """Reads a .zst file of any number of frames; the library's own stream ends silently where a frame is cut short."""
-
-    def __init__(self, path: str, raw: BinaryIO) -> None:
+        return Decompressed(path, raw, lzma.LZMADecompressor, lzma.LZMAError)
+    if compression == ".zst":
         import zstandard
 
-        self._path, self._raw, self._library = path, raw, zstandard
-        self._frame: Any = None
+        return Decompressed(path, raw, zstandard.ZstdDecompressor().decompressobj, zstandard.ZstdError)
+    return raw
+
+
+class Decompressed:
+    """Reads a compressed file of any number of streams, one after the other, each to its end.
+
+    The libraries' own file objects end silently where a zstd frame is cut short, and where a second stream of bzip2 or
+    xz is damaged.
+    """
+
+    def __init__(self, path: str, raw: BinaryIO, start: Callable[[], Any], damaged: type[Exception]) -> None:
+        """start: makes the decompressor of one stream; damaged: what it raises."""
+        self._path, self._raw, self._start, self._damaged = path, raw, start, damaged
+        self._stream: Any = None
         self._unread = b""
 
     def read(self, size: int = -1) -> bytes:
-        """About `size` bytes, all that is left for -1; empty at the file's end."""
+        """About `size` bytes, all that is left for -1; empty at the file's end.
+
+        Raises:
+            EOFError: for a file that ends within a stream.
+            DataError: for a damaged one.
+        """
         parts, length = [], 0
         while size < 0 or length < size:
-            block = self._unread or self._raw.read(1 << 17)
+            block = self._unread or self._raw.read(BLOCK)
+            self._unread = b""
+            while self._stream is None and block and not (block := block.lstrip(b"\0")):
+                block = self._raw.read(BLOCK)       # padding between streams
             if not block:
-                if self._frame is not None:
+                if self._stream is not None:
                     raise EOFError
                 break
-            self._unread = b""
-            self._frame = self._frame or self._library.ZstdDecompressor().decompressobj()
+            self._stream = self._stream or self._start()
             try:
-                parts.append(self._frame.decompress(block))
-            except self._library.ZstdError as error:
+                parts.append(self._stream.decompress(block))
+            except self._damaged as error:
                 raise DataError(f"{self._path} is damaged ({error}); fetch it again") from error
             length += len(parts[-1])
-            if self._frame.eof:
-                self._unread, self._frame = self._frame.unused_data, None
+            if self._stream.eof:
+                self._unread, self._stream = self._stream.unused_data, None
         return b"".join(parts)

@@ -84,6 +84,10 @@ def run(path: str | None, overrides: list[str], allowed: Collection[str] = ()) -
         return refuse(error, launch, 2)
     except DataError as error:
         return refuse(error, launch, 2 if isinstance(error, NoSuchFile) else 1)
+    except OSError as error:
+        if error.errno is None:
+            raise
+        return refuse(error, launch, 1)
     try:
         return train(config, launch, device, tokenizer, datasets, allowed) or 0
     except Exception:
