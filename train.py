@@ -12,7 +12,10 @@ import sys
 from typing import NoReturn
 
 from megafour.cli._arguments import positive
-from megafour.config.errors import ConfigError
+from megafour.config.errors import ConfigError, say_error
+from megafour.config.launch import Launch, local_rank
+from megafour.console import not_text, open_console, use_utf8
+from megafour.trainer.signals import StopRequest
 
 
 class Parser(argparse.ArgumentParser):
@@ -34,6 +37,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
                         help="resume although KEY, which changes what the run means, differs from the checkpoint's; "
                              "for this launch; may be given several times")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="change one key")
+    wrong = not_text(argv)
+    if wrong is not None:
+        parser.error(wrong)
     args = parser.parse_intermixed_args(argv)
     if args.world is not None and not args.check:
         parser.error("--world goes with --check; a launch takes its world from torchrun")
@@ -42,21 +48,37 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     """Exit code: 0 done, 1 failed, 2 wrong argument or config."""
-    # Before torch is imported: oversubscribed OpenMP threads spin, which is several times slower.
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    os.environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // local, 1)))
+    if argv is None:
+        use_utf8()
+    stop = StopRequest().listen()
+    open_console(tolerant=True)
     try:
-        args = parse(sys.argv[1:] if argv is None else argv)
-    except ConfigError as error:
-        from megafour.mesh import Launch
-        from megafour.trainer.main import refuse
+        code = command(sys.argv[1:] if argv is None else argv, stop)
+    except BaseException:
+        stop.restore()
+        raise
+    if argv is not None:        # a process that ends now has said how: another signal must not tell otherwise
+        stop.restore()
+    return code
 
-        return refuse(error, Launch.from_environment(), 2)
+
+def command(argv: list[str], stop: StopRequest) -> int:
+    """Do as the command line says; nothing before `run` imports torch."""
+    try:
+        args = parse(argv)
+        launch = Launch() if args.check else Launch.from_environment()
+    except ConfigError as error:
+        stop.restore()
+        say_error(str(error), local_rank())
+        return 2
+    # Before torch is imported: oversubscribed OpenMP threads spin, which is several times slower.
+    os.environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // launch.local_world, 1)))
     from megafour.trainer.main import check, run
 
     if args.check:
+        stop.restore()
         return check(args.config, args.overrides, args.world)
-    return run(args.config, args.overrides, args.allow_change)
+    return run(args.config, args.overrides, launch, stop, args.allow_change)
 
 
 if __name__ == "__main__":

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import time
-import uuid
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -14,11 +11,11 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.rendezvous import rendezvous
 
 from megafour.comm.group import Group, Lane
 from megafour.comm.ledger import Ledger
 from megafour.comm.waits import Waits
+from megafour.config.launch import Launch
 from megafour.config.parallel_schema import AXES, ORDERS
 
 DERIVED = {
@@ -33,102 +30,13 @@ OF_LAYERS = ("tp", "ulysses", "ring", "ring_inner", "ring_outer")
 Known = dict[tuple[int, ...], dist.ProcessGroup | None]
 """Process groups by their ranks."""
 
-STARTUP_TIMEOUT = timedelta(minutes=30)
-"""For the first step and all before it: files are read, kernels compiled."""
 
-
-@dataclass(frozen=True)
-class Launch:
-    """Who this process is. torchrun's variables win over SLURM's; neither means a world of one."""
-
-    rank: int = 0
-    world: int = 1
-    local_rank: int = 0
-    local_world: int = 1
-    init_method: str = "env://"
-
-    @classmethod
-    def from_environment(cls, env: Mapping[str, str] = os.environ) -> Launch:
-        """Read RANK/WORLD_SIZE/LOCAL_RANK (torchrun), else a multi-task srun step's SLURM_* variables.
-
-        An sbatch or salloc shell carries SLURM_NTASKS too, but only a step (SLURM_STEP_ID) has started the tasks.
-        """
-        if "RANK" in env and "WORLD_SIZE" in env:
-            world = int(env["WORLD_SIZE"])
-            return cls(int(env["RANK"]), world, int(env.get("LOCAL_RANK", "0")),
-                       int(env.get("LOCAL_WORLD_SIZE", world)))
-        tasks = int(env.get("SLURM_STEP_NUM_TASKS", "1"))
-        if "SLURM_STEP_ID" in env and "SLURM_PROCID" in env and tasks > 1 and "MASTER_ADDR" in env:
-            nodes = int(env.get("SLURM_STEP_NUM_NODES", "1"))
-            address = f"tcp://{env['MASTER_ADDR']}:{env.get('MASTER_PORT', '29500')}"
-            return cls(int(env["SLURM_PROCID"]), tasks, int(env.get("SLURM_LOCALID", "0")), -(-tasks // nodes), address)
-        return cls()
-
-    @property
-    def address(self) -> str:
-        """Where the ranks meet, `HOST:PORT`."""
-        if self.init_method != "env://":
-            return self.init_method.removeprefix("tcp://")
-        return f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-
-    def device(self, wanted: str = "auto") -> torch.device:
-        """The device of this rank: `auto` takes GPUs only where there is one for every local rank."""
-        enough = torch.cuda.is_available() and torch.cuda.device_count() >= self.local_world
-        if wanted == "cuda" or (wanted == "auto" and enough):
-            return torch.device("cuda", self.local_rank)
-        return torch.device("cpu")
-
-
-def start_distributed(launch: Launch, device: torch.device, timeout: timedelta = STARTUP_TIMEOUT) -> None:
-    """Join the world over NCCL (GPU, with gloo for CPU tensors) or gloo; a world of one joins nothing."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    if launch.world > 1:
-        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")   # torch's flight recorder, for the report of a hang
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        store, rank, world = next(rendezvous(launch.init_method, launch.rank, launch.world, timeout=timeout))
-        store.set_timeout(timeout)
-        if "TORCHELASTIC_RUN_ID" in os.environ:
-            store = fresh_store(store, rank, world, timeout)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout,
-                                device_id=device if device.type == "cuda" else None)
-
-
-def fresh_store(store: dist.Store, rank: int, world: int, timeout: timedelta) -> dist.Store:
-    """The part of a store that only this start of the ranks uses.
-
-    torchrun keeps one store over its restarts, and with it the addresses of the ranks that died: a new rank that reads
-    them before they are written anew would connect to nobody. The number of restarts does not tell the starts apart,
-    for nodes count their own. So the first rank draws a name, and gives it to each rank under a word which that one has
-    drawn.
-    """
-    name = uuid.uuid4().hex
-    if rank != 0:
-        store.set(f"start/hello/{rank}", name)
-        store.wait([f"start/name/{name}"], timeout)
-        ours = dist.PrefixStore(f"start/{store.get(f'start/name/{name}').decode()}", store)
-        ours.add("here", 1)
-        return ours
-    answered: dict[int, bytes] = {}
-    ours = dist.PrefixStore(f"start/{name}", store)
-    end = time.monotonic() + timeout.total_seconds()
-    while ours.add("here", 0) < world - 1:
-        for other in range(1, world):
-            if store.check([f"start/hello/{other}"]):
-                word = store.get(f"start/hello/{other}")
-                if answered.get(other) != word:     # an old word is answered too, and nobody waits for that answer
-                    store.set(f"start/name/{word.decode()}", name)
-                    answered[other] = word
-        if time.monotonic() > end:
-            raise TimeoutError(f"not all of {world} ranks have started within {timeout}")
-        time.sleep(0.02)
-    return ours
-
-
-def stop_distributed() -> None:
-    """Leave the world, if one was joined."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
+def device_of(launch: Launch, wanted: str = "auto") -> torch.device:
+    """The device of this rank: `auto` takes GPUs only where there is one for every local rank."""
+    enough = torch.cuda.is_available() and torch.cuda.device_count() >= launch.local_world
+    if wanted == "cuda" or (wanted == "auto" and enough):
+        return torch.device("cuda", launch.local_rank)
+    return torch.device("cpu")
 
 
 @dataclass(frozen=True)

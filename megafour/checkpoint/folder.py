@@ -97,7 +97,7 @@ def read_json(path: Path) -> Any:
         CheckpointError: when it is missing or damaged.
     """
     try:
-        return json.loads(path.read_text())
+        return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
 
@@ -290,7 +290,7 @@ def _sees(mark: Path, wait: float) -> str | None:
     end = time.monotonic() + wait
     while True:
         try:
-            if mark.read_text() == mark.name:
+            if mark.read_text(encoding="utf-8") == mark.name:
                 break
         except OSError:
             pass
@@ -299,7 +299,7 @@ def _sees(mark: Path, wait: float) -> str | None:
         time.sleep(0.05)
     try:
         own = mark.with_name(f"{mark.name}-{os.getpid()}")
-        own.write_text("")
+        own.write_text("", encoding="utf-8")
         own.unlink()
     except OSError as error:
         return str(error)

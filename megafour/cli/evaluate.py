@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import numpy as np
 
+    from megafour.config.launch import Launch
     from megafour.config.schema import Config
     from megafour.data.mapped import Array
     from megafour.data.tokenizer import Tokenizer
@@ -41,6 +42,11 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Evaluate, and print on the first rank."""
+    from megafour.config.launch import Launch
+
+    launch = Launch.from_environment()
+    launch.check_address()      # before torch, which takes seconds to import
+
     from megafour.checkpoint.errors import CheckpointError
     from megafour.checkpoint.folder import is_huggingface
     from megafour.config.errors import ConfigError
@@ -59,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     except DataError as error:
         raise ConfigError(str(error)) from None     # of an argument, before any process group
     sized = any(word.startswith("train.micro_batch_size=") for word in args.overrides)
-    return _evaluate(models, config, (stream, where, begins), sized, args.json)
+    return _evaluate(launch, models, config, (stream, where, begins), sized, args.json)
 
 
 def _stream(args: argparse.Namespace, tokenizer: Tokenizer | None) -> tuple[Array, np.ndarray, str]:
@@ -86,17 +92,16 @@ def _stream(args: argparse.Namespace, tokenizer: Tokenizer | None) -> tuple[Arra
     return stream, begins, where
 
 
-def _evaluate(models: list[Path], config: Config, what: tuple[Array, str, np.ndarray], sized: bool,
+def _evaluate(launch: Launch, models: list[Path], config: Config, what: tuple[Array, str, np.ndarray], sized: bool,
               as_json: bool) -> int:
     """Join the world, load this rank's part of the first whole one of `models` (one run's checkpoints), evaluate `what`
     (the stream, its name, where documents begin)."""
     from megafour.inference.evaluate import evaluate, settings_for
     from megafour.inference.load import first_whole, load_stage
-    from megafour.mesh import Launch, start_distributed, stop_distributed
     from megafour.trainer.setup import build_mesh, choose_device
+    from megafour.world import start_distributed, stop_distributed
 
     stream, where, begins = what
-    launch = Launch.from_environment()
     settings = settings_for(config, launch.world, len(stream), config.train.micro_batch_size if sized else None)
     config = settings.config
     device = choose_device(config, launch)

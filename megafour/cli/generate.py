@@ -25,6 +25,7 @@ def run(args: argparse.Namespace) -> int:
     """Print the prompt and its continuation."""
     from megafour.checkpoint.errors import CheckpointError
     from megafour.config.errors import ConfigError
+    from megafour.config.launch import Launch
 
     for name, value, least in (("--max-tokens", args.max_tokens, 1), ("--temperature", args.temperature, 0),
                                ("--top-k", args.top_k, 0)):
@@ -33,14 +34,14 @@ def run(args: argparse.Namespace) -> int:
     if not 0 <= args.seed < 2**63:
         raise ConfigError(f"--seed {args.seed}: a whole number from 0 to 2^63 - 1")
 
-    from megafour.inference.generate import generate
-    from megafour.inference.load import load_model
-    from megafour.mesh import Launch
-
     world = Launch.from_environment().world
     if world > 1:
         raise ConfigError(f"generate runs on one process, and was launched on {world}; leave out torchrun: python -m "
                           f"megafour generate …")
+
+    from megafour.inference.generate import generate
+    from megafour.inference.load import load_model
+
     stage, tokenizer, _ = load_model(args.checkpoint)
     if tokenizer is None:
         raise CheckpointError(f"{args.checkpoint} has no tokenizer (the run's data.tokenizer was null)")

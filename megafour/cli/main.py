@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import os
 import pkgutil
 import sys
 from collections.abc import Sequence
@@ -13,8 +12,10 @@ from typing import NoReturn
 import megafour
 import megafour.cli
 from megafour.config.errors import say_error
+from megafour.config.launch import local_rank
+from megafour.console import OutputError, drop_output, not_text, open_console, use_utf8
 
-EXIT_CODES = {"ConfigError": 2, "DataError": 1, "CheckpointError": 1}
+EXIT_CODES = {"ConfigError": 2, "DataError": 1, "CheckpointError": 1, "OutputError": 1, "LaunchError": 1}
 """Failures that a user can mend: shown as one `error:` line, without a traceback. Known by name, so that a verb that
 reads no checkpoint imports no torch just to name its error."""
 
@@ -36,7 +37,7 @@ def verbs() -> list[str]:
 
 def complain(message: str) -> None:
     """Say an error in one line, under torchrun once a node."""
-    say_error(" ".join(message.split()), int(os.environ.get("LOCAL_RANK", "0")))
+    say_error(" ".join(message.split()), local_rank())
 
 
 def exit_code(error: BaseException) -> int | None:
@@ -58,6 +59,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Parse one verb's command line; overrides (`section.key=value`) may stand anywhere between its options."""
     known = verbs()
     parser = build_parser(argv[:1] if argv and argv[0] in known else known)
+    wrong = not_text(argv)
+    if wrong is not None:
+        parser.error(wrong)
     args, rest = parser.parse_known_args(argv)
     if isinstance(getattr(args, "overrides", None), list):    # argparse takes only the first run of them itself
         args.overrides += [word for word in rest if "=" in word and not word.startswith("-")]
@@ -69,14 +73,20 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb; the exit code is 0 when it did what it says, 2 for a wrong argument or config, else 1."""
-    args = parse(list(sys.argv[1:] if argv is None else argv))
+    if argv is None:
+        use_utf8()
+    open_console(tolerant=False)
     try:
-        return int(importlib.import_module(f"megafour.cli.{args.verb}").run(args) or 0)
+        try:
+            args = parse(list(sys.argv[1:] if argv is None else argv))
+            return int(importlib.import_module(f"megafour.cli.{args.verb}").run(args) or 0)
+        finally:
+            sys.stdout.flush()
     except KeyboardInterrupt:
         complain("interrupted")
         return 1
     except BrokenPipeError:    # the reader of our output (`| head`) has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        drop_output()
         return 0
     except OSError as error:
         if error.errno is None:
@@ -87,5 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = exit_code(error)
         if code is None:
             raise
+        if isinstance(error, OutputError):
+            drop_output()
         complain(str(error))
         return code

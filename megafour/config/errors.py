@@ -1,5 +1,6 @@
 """The one exception that a wrong configuration raises, and how an error is said in one line by one of many ranks."""
 
+import contextlib
 import sys
 import time
 
@@ -22,4 +23,15 @@ def say_error(message: str, local_rank: int = 0) -> None:
     """
     if local_rank != 0:
         time.sleep(REFUSAL_WAIT)
-    print(f"error: {message}", file=sys.stderr, flush=True)
+    _say(f"error: {message}")
+
+
+def say_note(message: str, local_rank: int = 0) -> None:
+    """Print one `note:` line to stderr, once a node, about something that ends nothing."""
+    if local_rank == 0:
+        _say(f"note: {message}")
+
+
+def _say(line: str) -> None:
+    with contextlib.suppress(OSError, ValueError):      # nobody may hear it, and the exit code still tells
+        print(line, file=sys.stderr, flush=True)

@@ -18,6 +18,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import IO, Any
@@ -25,6 +26,7 @@ from typing import IO, Any
 import numpy as np
 
 from megafour.config.file_system import Locked, lock, naming, sync
+from megafour.console import open_console
 from megafour.data.encode import Encoded, Recipe, encode_chunk, open_tokenizer, read_texts
 from megafour.data.errors import DataError
 from megafour.data.indexed import publish, token_dtype, write_index
@@ -177,7 +179,8 @@ def in_order(recipe: Recipe, stream: Iterable[Chunk], workers: int) -> Iterator[
         return
     # One thread a worker; and spawned rather than forked, since the tokenizer libraries run threads of their own.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"))
+    pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"),
+                               initializer=partial(open_console, tolerant=True))
     pending: deque[tuple[Chunk, Future[Encoded]]] = deque()
     try:
         for chunk in stream:
@@ -223,7 +226,7 @@ class Partial:
     def __enter__(self) -> Partial:
         self.folder = Path(self.prefix + ".partial")
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._lock: IO[str] = open(self.folder / "lock", "w")
+        self._lock: IO[str] = open(self.folder / "lock", "w", encoding="utf-8")
         try:
             lock(self._lock)
         except Locked as error:

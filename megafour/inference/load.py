@@ -17,12 +17,13 @@ from megafour.checkpoint.folder import find_any, is_huggingface
 from megafour.checkpoint.tensors import LogicalTensor
 from megafour.checkpoint.whole import sound_at_a_glance
 from megafour.config.huggingface import huggingface_family, read_huggingface
+from megafour.config.launch import Launch
 from megafour.config.load import load_config
 from megafour.config.rules import resolve
 from megafour.config.schema import Config
 from megafour.cost.memory import sharing
 from megafour.data.tokenizer import FILE_NAMES, Tokenizer, load_tokenizer
-from megafour.mesh import Launch, Mesh
+from megafour.mesh import Mesh
 from megafour.model.shapes import logical_shapes
 from megafour.model.stage import Stage, build_stage
 from megafour.parallel.pieces import named_pieces

@@ -92,7 +92,7 @@ class RunLock:
         own = self.path.with_name(f"lock.{self.token}")
         try:
             with naming(own):
-                own.write_text(self._content())
+                own.write_text(self._content(), encoding="utf-8")
             return self._place(own)
         finally:
             own.unlink(missing_ok=True)
@@ -106,8 +106,8 @@ class RunLock:
             return False
         except OSError:         # a file system without hard links
             try:
-                with naming(self.path), open(self.path, "x") as file:
-                    file.write(source.read_text())
+                with naming(self.path), open(self.path, "x", encoding="utf-8") as file:
+                    file.write(source.read_text(encoding="utf-8"))
                 return True
             except FileExistsError:
                 return False
@@ -149,7 +149,7 @@ class RunLock:
                 if held is not None and held.get("token") != self.token:
                     self.lost = True
                     return
-                own.write_text(self._content())
+                own.write_text(self._content(), encoding="utf-8")
                 os.replace(own, self.path)
             except OSError:
                 continue            # a full or absent disk must not end a run; the next beat tries again
@@ -159,7 +159,7 @@ def _read(path: Path) -> dict[str, Any] | None:
     """What a lock says; {} for one that is damaged, None when there is none."""
     for _ in range(5):
         try:
-            value = json.loads(path.read_text())
+            value = json.loads(path.read_text(encoding="utf-8"))
             return value if isinstance(value, dict) else {}
         except FileNotFoundError:
             return None

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import sys
 import time
 from pathlib import Path
 from typing import Any, TextIO
+
+from megafour.console import drop_output
 
 
 class RankLog:
@@ -33,7 +34,7 @@ class RankLog:
         self.path = folder / f"rank-{rank}.log"
         self.console = rank == 0 if console is None else console
         self._where, self._stream = where or f"rank {rank}", stream or sys.stdout
-        self._file = open(self.path, "a", buffering=1)
+        self._file = open(self.path, "a", buffering=1, encoding="utf-8", errors="replace")
         self._bar: Any = None
         self._handler = _Records(self)
         logging.getLogger().addHandler(self._handler)
@@ -60,14 +61,15 @@ class RankLog:
             else:
                 print(text, file=self._stream, flush=True)
         except BrokenPipeError:     # what is left in its buffer would fail again, and at exit too
-            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
-        except OSError:
+            drop_output(self._stream)
+        except (OSError, ValueError):
             pass
 
     def alarm(self, text: str) -> None:
         """A failure of this rank: in its log and, named by its rank, on standard error."""
         self.note(text)
-        print(f"{self._where}: {text}", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError, ValueError):
+            print(f"{self._where}: {text}", file=sys.stderr, flush=True)
 
     def progress_bar(self, total: int, start: int) -> Any:
         """A tqdm bar over steps where the console is a terminal and this is its writer; None elsewhere."""

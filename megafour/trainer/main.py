@@ -5,15 +5,16 @@ from __future__ import annotations
 import os
 import traceback
 from collections.abc import Collection
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from megafour.checkpoint import folder as checkpoints
 from megafour.checkpoint.errors import CheckpointError
-from megafour.config.errors import ConfigError, say_error
+from megafour.config.errors import ConfigError, say_error, say_note
+from megafour.config.launch import Launch, LaunchError, local_rank
 from megafour.config.load import load_config
 from megafour.config.rules import resolve, smallest_world
 from megafour.config.schema import Config
@@ -22,7 +23,7 @@ from megafour.data.dataset import Datasets, build_datasets
 from megafour.data.description import tokenizer_info
 from megafour.data.errors import DataError, NoSuchFile
 from megafour.data.tokenizer import Tokenizer, TokenizerInfo, load_tokenizer
-from megafour.mesh import Launch, Mesh, start_distributed, stop_distributed
+from megafour.mesh import Mesh
 from megafour.parallel.pipeline.select import check_pipeline
 from megafour.trainer.changes import check_allowed
 from megafour.trainer.logs import RankLog
@@ -30,11 +31,13 @@ from megafour.trainer.loop import Run, TrainingError
 from megafour.trainer.memory import keep_heap
 from megafour.trainer.metrics import Metrics
 from megafour.trainer.peers import lost
-from megafour.trainer.run_folder import STOP_FILE, RunFolder, check_resume, open_run_folder
+from megafour.trainer.run_folder import STOP_FILE, RunFolder, check_resume, leave_preempted, open_run_folder
 from megafour.trainer.setup import build_mesh, build_state, choose_device
 from megafour.trainer.signals import StopRequest
 from megafour.trainer.starting import check_start, start_from
+from megafour.trainer.step import control_sum, on_host
 from megafour.trainer.watch import HangWatch
+from megafour.world import start_distributed, stop_distributed
 
 
 def refuse(error: Exception, launch: Launch, code: int) -> int:
@@ -52,9 +55,15 @@ def say_refusal(error: Exception, code: int) -> int:
 def check(path: str | None, overrides: list[str], world: int | None) -> int:
     """Validate and resolve without launching; prints what the run would be.
 
-    The number of ranks is `world`, else that of the launch, else the fewest that the mesh takes.
+    The number of ranks is `world`, else that of the launch, else the fewest that the mesh takes. A launch that could
+    not start is said, and not refused: nothing is launched here.
     """
-    launch = Launch.from_environment()
+    launch = Launch()
+    try:
+        launch = Launch.from_environment()
+    except ConfigError as error:
+        if world is None:
+            say_note(str(error), local_rank())
     try:
         config = load_config(path, overrides)
         ranks = world or (launch.world if launch.world > 1 else smallest_world(config))
@@ -66,10 +75,19 @@ def check(path: str | None, overrides: list[str], world: int | None) -> int:
     return 0
 
 
-def run(path: str | None, overrides: list[str], allowed: Collection[str] = ()) -> int:
-    """Train as the config says; `allowed`: keys whose change since the checkpoint this launch allows."""
-    launch = Launch.from_environment()
+def run(path: str | None, overrides: list[str], launch: Launch, stop: StopRequest,
+        allowed: Collection[str] = ()) -> int:
+    """Train as the config says.
+
+    Args:
+        path, overrides: of the config.
+        launch: who this process is.
+        stop: listens for signals since the process began.
+        allowed: keys whose change since the checkpoint this launch allows.
+    """
     try:
+        if launch.note is not None:
+            say_note(launch.note, launch.local_rank)
         check_allowed(allowed)
         config = resolve(load_config(path, overrides), launch.world)
         device = choose_device(config, launch)
@@ -80,16 +98,14 @@ def run(path: str | None, overrides: list[str], allowed: Collection[str] = ()) -
         check_resume(config)
         check_pipeline(config)
         datasets = build_datasets(config, info)
-    except ConfigError as error:
-        return refuse(error, launch, 2)
-    except DataError as error:
-        return refuse(error, launch, 2 if isinstance(error, NoSuchFile) else 1)
-    except OSError as error:
-        if error.errno is None:
+        launch.check_address()
+    except (ConfigError, DataError, OSError) as error:
+        if isinstance(error, OSError) and error.errno is None:
             raise
-        return refuse(error, launch, 1)
+        stop.restore()      # of several ranks that say the same most wait: torchrun's signal may end them
+        return refuse(error, launch, 2 if isinstance(error, ConfigError | NoSuchFile) else 1)
     try:
-        return train(config, launch, device, tokenizer, datasets, allowed) or 0
+        return train(config, launch, device, tokenizer, datasets, stop, allowed) or 0
     except Exception:
         if "TORCHELASTIC_ERROR_FILE" not in os.environ:
             raise
@@ -118,30 +134,34 @@ def vocabulary(config: Config, info: TokenizerInfo) -> int:
 
 @record
 def train(config: Config, launch: Launch, device: torch.device, tokenizer: Tokenizer | None,
-          datasets: Datasets, allowed: Collection[str] = ()) -> int:
+          datasets: Datasets, stop: StopRequest, allowed: Collection[str] = ()) -> int:
     """Join the world and train. What one line explains ends with that line; anything else with its traceback."""
     if device.type == "cpu":
         keep_heap()
     try:
-        start_distributed(launch, device)
-    except dist.DistNetworkError as error:
-        what = str(error).splitlines()[0]
-        return refuse(TrainingError(f"the ranks cannot meet at {launch.address}: {what}; give another MASTER_PORT, or "
-                                    f"leave the choice to `torchrun --standalone`"), launch, 1)
-    code = train_on(build_mesh(config, device), config, launch, tokenizer, datasets, allowed)
+        start_distributed(launch, device, stopped=stop.asked)
+    except LaunchError as error:
+        if stop.reason is not None:
+            if launch.rank == 0:
+                leave_preempted(Path(config.run_dir), f"{stop.reason}, before all ranks had come")
+            return 0
+        stop.restore()
+        return refuse(error, launch, 1)
+    code = train_on(build_mesh(config, device), config, launch, tokenizer, datasets, allowed, stop)
     stop_distributed()
     return code
 
 
 def train_on(mesh: Mesh, config: Config, launch: Launch, tokenizer: Tokenizer | None, datasets: Datasets,
-             allowed: Collection[str] = ()) -> int:
+             allowed: Collection[str] = (), listening: StopRequest | None = None) -> int:
     """Train on a mesh that is there already; returns the exit code.
 
     From the first thing that it does until it has said how it ended a signal to stop only sets a flag: torchrun sends
-    one as soon as a rank has died, and the others have yet to write why.
+    one as soon as a rank has died, and the others have yet to write why. `listening`: heard signals before, and goes on
+    to; without it they are listened for in this call alone.
     """
-    stop_file = Path(config.run_dir) / STOP_FILE if mesh.rank == 0 else None
-    with StopRequest(stop_file, launcher=StopRequest.torchrun()) as stop:
+    with nullcontext(listening) if listening is not None else StopRequest() as stop:
+        stop.watch(Path(config.run_dir) / STOP_FILE if mesh.rank == 0 else None, StopRequest.torchrun())
         return _train_until(stop, mesh, config, launch, tokenizer, datasets, allowed)
 
 
@@ -163,6 +183,13 @@ def _train_until(stop: StopRequest, mesh: Mesh, config: Config, launch: Launch, 
         return say_refusal(error, 1) if first else 1
     for note in folder.notes:
         log.say(note)
+    if _asked_before(stop, mesh):
+        asked = stop.reason or "a signal on another rank"
+        folder.status("preempted", folder.step, asked)
+        log.say(f"preempted by {asked} before the first step; nothing to save")
+        folder.close()
+        log.close()
+        return 0
     training: Run | None = None
     watch: HangWatch | None = None
 
@@ -214,6 +241,12 @@ def _train_until(stop: StopRequest, mesh: Mesh, config: Config, launch: Launch, 
         folder.close()
         log.close()
     return 0
+
+
+def _asked_before(stop: StopRequest, mesh: Mesh) -> bool:
+    """Whether a signal has come to any rank by now: while Python imported, data was opened, ranks were waited for."""
+    mine = torch.tensor(float(stop.reason is not None), dtype=torch.float64, device=mesh.device)
+    return bool(on_host(control_sum(mine, mesh, "world"), mesh))
 
 
 def _start_and_train(training: Run, folder: RunFolder, allowed: Collection[str]) -> str:

@@ -37,7 +37,7 @@ class Metrics:
         self._file = self._bar = None
         if not log.console:
             return
-        self._file = open(folder / "metrics.jsonl", "a", buffering=1)
+        self._file = open(folder / "metrics.jsonl", "a", buffering=1, encoding="utf-8")
         self._bar = log.progress_bar(self._total, start_step)
         if config.logging.tensorboard:
             self._trackers.append(Tracker(

@@ -53,7 +53,7 @@ def machine() -> str:
     """Names this boot of this machine and its process numbers' namespace: within it a pid says who lives."""
     parts = [socket.gethostname()]
     try:
-        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip())
         parts.append(os.readlink("/proc/self/ns/pid"))
     except OSError:
         pass
@@ -63,7 +63,7 @@ def machine() -> str:
 def started(pid: int) -> str | None:
     """When a living process began, which tells it from a later one under the same number; None for a dead one."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
         return None if fields[0] in "ZX" else fields[19]
     except OSError:
         pass

@@ -41,6 +41,8 @@ class RunFolder:
     group: ProcessGroup | None
     notes: list[str] = field(default_factory=list)
     """Lines that the log should have: checkpoints that were skipped because they are damaged."""
+    step: int = 0
+    """What status.json had when the folder was opened: the step of the run before."""
 
     @property
     def logs(self) -> Path:
@@ -136,7 +138,7 @@ def open_run_folder(config: Config, group: ProcessGroup | None) -> RunFolder:
         checkpoints.check_shared(shared, group)
     locks: list[RunLock] = []
 
-    def work() -> list[Path]:
+    def work() -> tuple[list[Path], int]:
         (path / "logs").mkdir(exist_ok=True)
         locks.append(RunLock(path / "lock").acquire())
         if saved.resolve() != path.resolve():   # a run with another run.dir may save there, and tidy what this writes
@@ -144,10 +146,10 @@ def open_run_folder(config: Config, group: ProcessGroup | None) -> RunFolder:
         checkpoints.tidy(saved)
         step = int(read_status(path).get("step") or 0)
         write_status(path, "running", step)
-        return resume_points(saved, config.checkpoint.resume)
+        return resume_points(saved, config.checkpoint.resume), step
 
     try:
-        points = first_does(work, group, f"opening {path}")
+        points, step = first_does(work, group, f"opening {path}")
         resume_from, notes = newest_whole(points, group)
     except CheckpointError as error:
         if locks:
@@ -156,7 +158,18 @@ def open_run_folder(config: Config, group: ProcessGroup | None) -> RunFolder:
         for lock in locks:
             lock.release()
         raise
-    return RunFolder(path, saved, resume_from, locks, group, notes)
+    return RunFolder(path, saved, resume_from, locks, group, notes, step)
+
+
+def leave_preempted(path: Path, reason: str) -> None:
+    """Write `preempted` for a run that was asked to stop before it could open its folder, unless another holds it."""
+    with contextlib.suppress(OSError, CheckpointError):
+        path.mkdir(parents=True, exist_ok=True)
+        lock = RunLock(path / "lock").acquire()
+        try:
+            write_status(path, "preempted", int(read_status(path).get("step") or 0), reason)
+        finally:
+            lock.release()
 
 
 def check_resume(config: Config) -> None:
@@ -247,7 +260,7 @@ def set_metrics_aside(path: Path, step: int) -> Path | None:
         return None
     kept: list[str] = []
     later: list[str] = []
-    for line in path.read_text(errors="replace").splitlines():
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             (kept if int(json.loads(line)["step"]) <= step else later).append(line + "\n")
         except (ValueError, KeyError, TypeError, OverflowError):
@@ -282,7 +295,7 @@ def write_status(folder: Path, state: str, step: int, reason: str | None = None)
 def read_status(folder: Path) -> dict:
     """status.json; empty when there is none, or what is there is none of ours."""
     try:
-        found = json.loads((folder / "status.json").read_text())
+        found = json.loads((folder / "status.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) and isinstance(found.get("step"), int) else {}

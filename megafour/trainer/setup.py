@@ -8,10 +8,11 @@ import torch
 
 from megafour.comm.group import Group, solo
 from megafour.config.errors import ConfigError
+from megafour.config.launch import Launch
 from megafour.config.schema import Config
 from megafour.cost.memory import sharing
 from megafour.kernels.matmul import wide_dtype
-from megafour.mesh import Launch, Mesh
+from megafour.mesh import Mesh, device_of
 from megafour.model.stage import DTYPES, Stage, attention_kernel, build_stage, initialize_parameter
 from megafour.optim.optimizer import ShardedOptimizer
 from megafour.parallel.context import Core
@@ -30,7 +31,7 @@ def choose_device(config: Config, launch: Launch) -> torch.device:
         ConfigError: run.device asks for more GPUs than there are, or kernels.attention for a backend that this device
         does not have.
     """
-    device = launch.device(config.run.device)
+    device = device_of(launch, config.run.device)
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device.type == "cuda" and gpus < launch.local_world:
         raise ConfigError(f"run.device = cuda: one GPU a rank, and this machine has {gpus} for {launch.local_world} "

@@ -26,16 +26,24 @@ class StopRequest:
             look_every: seconds between two looks at it.
             launcher: the process that started this one and whose death asks, too.
         """
+        self.watch(stop_file, launcher)
         self.reason: str | None = None
         """What asked first: `SIGTERM`, `SIGUSR1`, the file or that death; None while nothing did."""
-        self._launcher = launcher
-        self._file, self._every, self._looked = stop_file, look_every, -float("inf")
+        self._every, self._looked = look_every, -float("inf")
         self._former: dict[signal.Signals, Any] = {}
 
-    def __enter__(self) -> StopRequest:
+    def watch(self, stop_file: Path | None = None, launcher: int | None = None) -> None:
+        """Look at these beside the signals, once the run's folder is known."""
+        self._file, self._launcher = stop_file, launcher
+
+    def listen(self) -> StopRequest:
+        """Let the signals ask from now on. A program calls it first: torch takes seconds to import."""
         for number in SIGNALS:
             self._former[number] = signal.signal(number, self._handle)
         return self
+
+    def __enter__(self) -> StopRequest:
+        return self.listen()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  traceback: TracebackType | None) -> None:

@@ -28,7 +28,7 @@ def save_timeline(state: TrainState, recorder: Recorder, microbatches: int, name
     if state.mesh.rank != 0:
         return None
     spans = [everyone[rank] for rank in pp.ranks]
-    (folder / "timeline.json").write_text(json.dumps({"schedule": name, "ranks": spans}))
+    (folder / "timeline.json").write_text(json.dumps({"schedule": name, "ranks": spans}), encoding="utf-8")
     table = state.pipeline.table(microbatches)
     expected = predicted(name, table, check(table, mean_times(table, spans)))
     real = measured(table, spans)

@@ -18,8 +18,9 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from megafour.comm.objects import gather_objects
-from megafour.mesh import STARTUP_TIMEOUT, Mesh
+from megafour.mesh import Mesh
 from megafour.trainer.peers import meet
+from megafour.world import STARTUP_TIMEOUT
 
 BACKSTOP = timedelta(seconds=60)
 """How much longer than the watch torch's own timeouts wait, which end a process without saying who is missing."""
@@ -130,7 +131,7 @@ class HangWatch:
         place = self._place()
         self.folder.mkdir(parents=True, exist_ok=True)
         aside = self.folder / f"rank-{place.rank}.tmp"
-        aside.write_text(json.dumps(asdict(place)))
+        aside.write_text(json.dumps(asdict(place)), encoding="utf-8")
         aside.rename(aside.with_suffix(".json"))
         (self.folder / f"flight-{place.rank}").write_bytes(_flight_recording())
         # A shared file system may hide for a minute, from ranks that wait for nothing, that there is a report.
@@ -138,7 +139,7 @@ class HangWatch:
         while len(places := self._places()) < self.mesh.world and time.monotonic() < end:
             time.sleep(self.every / 4)
         try:
-            with open(self.folder / "report.txt", "x") as file:
+            with open(self.folder / "report.txt", "x", encoding="utf-8") as file:
                 line = summary(places, self.names, self.limit)
                 file.write(f"{line}\n\n{details(places, self.names)}")
         except FileExistsError:
@@ -151,7 +152,7 @@ class HangWatch:
     def _places(self) -> list[Place]:
         found = []
         for path in sorted(self.folder.glob("rank-*.json")):
-            found.append(Place(**json.loads(path.read_text())))
+            found.append(Place(**json.loads(path.read_text(encoding="utf-8"))))
         return sorted(found, key=lambda place: place.rank)
 
 

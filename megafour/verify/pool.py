@@ -26,6 +26,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from megafour.console import open_console
+
 PRELOAD = ("numpy", "torch", "torch.distributed", "torch.distributed.device_mesh", "torch.distributed.checkpoint",
            "torch._dynamo", "megafour.verify.run")
 """Imported once before the fork, shared by all ranks. None of these may run a tensor operation when imported.
@@ -189,7 +191,7 @@ class Pool:
 
     def _log(self, rank: int) -> str:
         assert self._folder is not None
-        return Path(self._folder.name, f"rank-{rank}.log").read_text(errors="replace")
+        return Path(self._folder.name, f"rank-{rank}.log").read_text(encoding="utf-8", errors="replace")
 
     def _death(self, rank: int) -> str:
         time.sleep(0.2)    # the fault handler's last words
@@ -239,6 +241,7 @@ def _serve_rank(connection: Connection, log: Path) -> None:
     out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(out, 1)
     os.dup2(out, 2)
+    open_console(tolerant=True)
     faulthandler.enable(file=2)
     faulthandler.register(signal.SIGUSR1, file=2, all_threads=False)
     connection.send_bytes(pickle.dumps(os.getpid()))
