@@ -11,7 +11,7 @@ import os
 import sys
 from typing import NoReturn
 
-from megafour.cli._arguments import positive
+from megafour.cli._arguments import location, positive
 from megafour.config.errors import ConfigError, say_error
 from megafour.config.launch import Launch, local_rank
 from megafour.console import not_text, open_console, use_utf8
@@ -29,7 +29,7 @@ class Parser(argparse.ArgumentParser):
 def parse(argv: list[str]) -> argparse.Namespace:
     """The command line; overrides are `section.key=value` words."""
     parser = Parser(prog="train.py", description="Train a model on a DP×PP×TP×CP mesh.")
-    parser.add_argument("--config", metavar="FILE", help="YAML file; it names only what it changes")
+    parser.add_argument("--config", type=location, metavar="FILE", help="YAML file; it names only what it changes")
     parser.add_argument("--check", action="store_true", help="validate and resolve the config without launching")
     parser.add_argument("--world", type=positive, metavar="N",
                         help="number of processes that --check assumes (default: the fewest that the mesh takes)")

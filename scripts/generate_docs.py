@@ -21,17 +21,26 @@ CONFIGURATION = """\
 <!-- Written by scripts/generate_docs.py from the docstrings in megafour/config/. Do not edit. -->
 
 One YAML file describes a run; it names only what differs from the defaults below. Any key can be set on the command
-line as `section.key=value`, with the value in YAML syntax, and passes the same checks: `train.steps=100`,
+line as `section.key=value` and passes the same checks: `train.steps=100`, `run.name=exp #2`,
 `data.train=[{path: data/a}, {path: data/b, weight: 2}]`, `parallel.pipeline={schedule: gpipe}`. Of two overrides of
 one key the later one holds. A mapping given for a section sets the keys that it names; anything else, and a nullable
 mapping such as `model.rope_scaling`, is replaced whole.
 
+- The value of a text key on the command line is that text, all of it: blanks, `#`, `:` and brackets mean nothing.
+  Only `null`, `~` and nothing at all stand for null, and quotes around the whole value are taken off
+  (`run.name='"null"'` in a shell is the name null). The value of any other key is YAML, without comments.
 - Unknown and repeated keys, wrong types and keys in a wrong section are refused before any process group exists. The
   message names the file and line, the key's full path, its value and the nearest valid key; names from Megatron-LM,
   torchtitan, Hugging Face and nanotron are known ([migrating.md](migrating.md)).
 - The type of an unquoted value is the key's: `1e-4` and `1_000` are numbers where a number is asked for, `1e9` is also
   a whole number, and `off` is false only for a key that is true or false. Quoted text stays text. `010` is refused,
   since some readers of YAML take it for 8 and others for 10.
+- `~` or `~user` at the beginning of a path is that home folder, as in a shell, in the file and on the command line;
+  `./~` is a folder of that name. The run's `config.yaml` holds the full path.
+- Anchors, aliases and merge keys mean what they mean in YAML 1.1. `<<: *base` adds the keys of the mapping marked
+  `&base` that the mapping does not set itself; of a list, `<<: [*first, *second]`, the earlier mapping wins. Mappings
+  inside are not merged, but taken whole. An anchor stands on a value of the schema, for there are no other keys:
+  `train: [&web {path: data/web, weight: 2}, {<<: *web, path: data/news}]`.
 - `${VAR}` stands for an environment variable; one that is not set is refused.
 - `python train.py --check --world N --config FILE` checks every rule for N ranks without launching.
 - An editor with a YAML language server completes keys by `configs/schema.json`: put

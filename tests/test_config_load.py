@@ -127,7 +127,8 @@ def test_wrong_values_are_refused_by_name(tmp_path, text, words):
     ("model: {num_local_experts: 8}", "model.num_local_experts", "not in this version"),
     ("data: {zzz: 1}", "data.zzz", "the keys of data are train, valid"),
     ("Train: {steps: 1}", "Train", "did you mean train?"),
-    ("<<: {steps: 1}", "<<", "the keys of the top level"),
+    ("'<<': {steps: 1}", "<<", "the keys of the top level"),
+    ("<<: {steps: 1}", "steps", "another section: train.steps"),
 ])
 def test_unknown_keys_get_the_nearest_valid_one(tmp_path, text, key, hint):
     message = refusal(tmp_path, text)

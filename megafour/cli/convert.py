@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
+
+from megafour.cli._arguments import path
 
 PRECISIONS = ("fp64", "fp32", "bf16", "fp16")
 
@@ -19,12 +20,12 @@ def add_parser(subparsers: Any) -> None:
     way = ways.add_parser("from-hf", help="a Hugging Face folder to a checkpoint of step 0",
                           description="Write a Hugging Face folder as the checkpoint OUT/step-00000000, which any mesh "
                                       "reads; `checkpoint.init_from=OUT` trains from it.")
-    way.add_argument("folder", type=Path, metavar="DIR", help="the Hugging Face folder")
-    way.add_argument("out", type=Path, metavar="OUT", help="a folder that does not exist yet")
+    way.add_argument("folder", type=path, metavar="DIR", help="the Hugging Face folder")
+    way.add_argument("out", type=path, metavar="OUT", help="a folder that does not exist yet")
     way = ways.add_parser("to-hf", help="a checkpoint of any mesh to a Hugging Face folder",
                           description="Write a checkpoint as a folder that transformers loads.")
-    way.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="a run folder, or one checkpoint")
-    way.add_argument("out", type=Path, metavar="OUT", help="a folder that does not exist yet")
+    way.add_argument("checkpoint", type=path, metavar="CHECKPOINT", help="a run folder, or one checkpoint")
+    way.add_argument("out", type=path, metavar="OUT", help="a folder that does not exist yet")
     way.add_argument("--dtype", choices=PRECISIONS, help="of the weights (default: as stored; a run's checkpoint holds "
                                                          "its fp32 masters)")
     way.add_argument("--shard-size", type=float, default=5.0, metavar="GB", help="of one file (default 5)")

@@ -8,6 +8,8 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megafour.cli._arguments import location, path
+
 if TYPE_CHECKING:
     import numpy as np
 
@@ -26,13 +28,13 @@ def add_parser(subparsers: Any) -> None:
                     "Hugging Face folder the model's longest), the same on every mesh, predict every token but the "
                     "first once.")
     model = parser.add_mutually_exclusive_group(required=True)
-    model.add_argument("--checkpoint", type=Path, help="a run folder, one checkpoint, or a Hugging Face folder")
-    model.add_argument("--hf", type=Path, metavar="DIR", help="a Hugging Face folder")
+    model.add_argument("--checkpoint", type=path, help="a run folder, one checkpoint, or a Hugging Face folder")
+    model.add_argument("--hf", type=path, metavar="DIR", help="a Hugging Face folder")
     text = parser.add_mutually_exclusive_group(required=True)
-    text.add_argument("--text", metavar="FILE",
+    text.add_argument("--text", type=location, metavar="FILE",
                       help="UTF-8 text, taken whole, no begin or end mark added; or .jsonl, .ndjson, .json (lines) or "
                            ".parquet, whose records each end with the end-of-document mark; compressed or not")
-    text.add_argument("--data", metavar="PREFIX", help="a tokenized dataset, PREFIX.bin and PREFIX.idx")
+    text.add_argument("--data", type=location, metavar="PREFIX", help="a tokenized dataset, PREFIX.bin and PREFIX.idx")
     parser.add_argument("--json-key", default="text", metavar="KEY",
                         help="the field or column of --text that holds the text (default: text)")
     parser.add_argument("--json", action="store_true", help="print one JSON object: loss, perplexity, tokens")

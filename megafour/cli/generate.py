@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import argparse
 import math
-from pathlib import Path
 from typing import Any
+
+from megafour.cli._arguments import path
 
 
 def add_parser(subparsers: Any) -> None:
     """Declare the verb's arguments."""
     parser = subparsers.add_parser("generate", help="continue a prompt with a trained model",
                                    description="Continue a prompt, on one process, from the checkpoint of any mesh.")
-    parser.add_argument("--checkpoint", required=True, type=Path,
+    parser.add_argument("--checkpoint", required=True, type=path,
                         help="a run folder, one checkpoint, or a Hugging Face folder")
     parser.add_argument("--prompt", required=True, help="the text to continue")
     parser.add_argument("--max-tokens", type=int, default=64, help="tokens to add at most (default 64)")

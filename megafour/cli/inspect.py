@@ -6,6 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from megafour.cli._arguments import kind_and_path, location
+
 
 def add_parser(subparsers: Any) -> None:
     """Declare the verb's arguments."""
@@ -13,11 +15,12 @@ def add_parser(subparsers: Any) -> None:
         "inspect", help="a checkpoint, a dataset or a config in words; two of a kind: their differences",
         description="Show what a checkpoint (step, samples, config; shape, norm and NaNs of each tensor), a dataset "
                     "(documents, tokens, longest, a sample) or a config holds. Given two of a kind, what differs.")
-    parser.add_argument("path", help="a run folder, a checkpoint or a Hugging Face folder; a dataset's PREFIX; a .yaml")
-    parser.add_argument("other", nargs="?", help="another of the same kind")
+    parser.add_argument("path", type=location,
+                        help="a run folder, a checkpoint or a Hugging Face folder; a dataset's PREFIX; a .yaml")
+    parser.add_argument("other", nargs="?", type=location, help="another of the same kind")
     parser.add_argument("--document", type=int, default=0, metavar="N", help="the document to show (default 0)")
-    parser.add_argument("--tokenizer", metavar="KIND:PATH", help="decodes a dataset's sample (default: the tokenizer "
-                                                                 "that lies beside the dataset)")
+    parser.add_argument("--tokenizer", type=kind_and_path, metavar="KIND:PATH",
+                        help="decodes a dataset's sample (default: the tokenizer that lies beside the dataset)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -45,14 +48,14 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _tokenizer(text: str | None) -> Any:
+def _tokenizer(given: tuple[str, str] | None) -> Any:
     """The tokenizer that `KIND:PATH` names."""
     from megafour.config.errors import ConfigError
     from megafour.data.tokenizer import load_tokenizer
 
-    if text is None:
+    if given is None:
         return None
-    kind, _, path = text.partition(":")
+    kind, path = given
     if not path and kind != "bytes":
-        raise ConfigError(f"--tokenizer {text}: must be KIND:PATH, such as huggingface:tokenizer.json")
+        raise ConfigError(f"--tokenizer {kind}: must be KIND:PATH, such as huggingface:tokenizer.json")
     return load_tokenizer(kind, path or None)

@@ -8,7 +8,7 @@ import sys
 import time
 from typing import Any
 
-from megafour.cli._arguments import positive
+from megafour.cli._arguments import kind_and_path, location, positive
 from megafour.data.errors import DataError
 
 DESCRIPTION = """Turns text into the token files that training reads: PREFIX.bin and PREFIX.idx in Megatron's format,
@@ -20,10 +20,11 @@ def add_parser(subparsers: Any) -> None:
     """Adds the verb and its options."""
     parser = subparsers.add_parser("prepare", help="text to tokenized training data", description=DESCRIPTION)
     add = parser.add_argument
-    add("inputs", nargs="*", metavar="INPUT",
+    add("inputs", nargs="*", type=location, metavar="INPUT",
         help=".txt, .jsonl, .ndjson or .json (lines), each also .gz, .bz2, .xz or .zst, or .parquet; patterns such as "
              "'DIR/**/*.jsonl'")
-    add("--output", required=True, metavar="PREFIX", help="the dataset: PREFIX.bin, PREFIX.idx, PREFIX.json")
+    add("--output", required=True, type=location, metavar="PREFIX",
+        help="the dataset: PREFIX.bin, PREFIX.idx, PREFIX.json")
     add("--tokenizer", type=_tokenizer, metavar="KIND[:PATH]",
         help="sentencepiece:FILE, huggingface:FILE, tiktoken:FILE or bytes")
     add("--train-tokenizer", type=positive, metavar="SIZE",
@@ -119,7 +120,7 @@ def _checked(args: argparse.Namespace) -> list[str]:
 def _tokenizer(text: str) -> tuple[str, str | None]:
     from megafour.data.tokenizer import KINDS
 
-    kind, _, path = text.partition(":")
+    kind, path = kind_and_path(text)
     if kind not in KINDS:
         raise argparse.ArgumentTypeError(f"unknown kind {kind!r}; known are {', '.join(KINDS)}")
     if kind == "bytes" and path:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megafour.cli._arguments import positive
+from megafour.cli._arguments import location, path, positive
 from megafour.config.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -32,8 +32,9 @@ def add_parser(subparsers: Any) -> None:
     """Adds the verb and its options."""
     parser = subparsers.add_parser("schedule", help="a pipeline schedule checked and drawn", description=DESCRIPTION)
     add = parser.add_argument
-    add("--name", required=True, metavar="NAME", help="gpipe, 1f1b, interleaved_1f1b, zb_h1, zb_h2, zb_v, v_half, "
-        "v_min, dualpipe_v, or a table of your own: PATH.csv, PATH.json, PATH.py:function; zb_auto searches for the "
+    add("--name", required=True, type=location, metavar="NAME",
+        help="gpipe, 1f1b, interleaved_1f1b, zb_h1, zb_h2, zb_v, v_half, v_min, dualpipe_v, zb_auto, or "
+        "a table of your own: PATH.csv, PATH.json, PATH.py:function; zb_auto searches for the "
         "zero-bubble table with the smallest bubble at --times within --memory")
     add("--stages", type=positive, default=4, metavar="P", help="pipeline ranks (default: 4)")
     add("--micro-batches", type=positive, default=8, metavar="M", help="micro-batches of a step (default: 8)")
@@ -146,10 +147,10 @@ def _share(text: str) -> float:
 def _picture(text: str) -> Path:
     if not text.endswith((".svg", ".png")):
         raise argparse.ArgumentTypeError(f"{text!r} is no .svg or .png")
-    return Path(text)
+    return path(text)
 
 
 def _json_file(text: str) -> Path:
     if not text.endswith(".json"):
         raise argparse.ArgumentTypeError(f"{text!r} is no .json")
-    return Path(text)
+    return path(text)

@@ -6,7 +6,7 @@ import argparse
 import json
 from typing import TYPE_CHECKING, Any
 
-from megafour.cli._arguments import positive
+from megafour.cli._arguments import location, positive
 from megafour.config.errors import ConfigError
 from megafour.config.load import load_config
 
@@ -23,7 +23,7 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("verify", help="every mesh against one process", description=DESCRIPTION)
     add = parser.add_argument
     add("overrides", nargs="*", metavar="section.key=value", help="values over the config's")
-    add("--config", metavar="FILE", help="the YAML file; the defaults without it")
+    add("--config", type=location, metavar="FILE", help="the YAML file; the defaults without it")
     add("--mesh", action="append", metavar="MESH", help="a mesh in words, as dp2-tp2; may be repeated")
     add("--options", choices=["all"], help="all: a covering array of every option, instead of the config's own")
     add("--steps", type=positive, default=3, metavar="K", help="training steps to compare (default: 3)")

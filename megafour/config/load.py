@@ -9,13 +9,14 @@ from typing import Any, NoReturn, get_origin
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from megafour.config.base import expand_home
 from megafour.config.coerce import section
 from megafour.config.errors import ConfigError
 from megafour.config.presets import preset_values
 from megafour.config.schema import Config
 from megafour.config.suggest import unknown_key
 from megafour.config.types import alternatives, item_section, nullable, section_of
-from megafour.config.yaml_text import Path, Plain, dotted, parse_yaml, shown
+from megafour.config.yaml_text import Path, Plain, comment_in, dotted, parse_yaml, quoted, shown
 
 
 def load_config(path: str | None = None, overrides: list[str] | None = None,
@@ -24,7 +25,8 @@ def load_config(path: str | None = None, overrides: list[str] | None = None,
 
     Args:
         path: a YAML file; None starts from `values`, or from the defaults.
-        overrides: `section.key=value`, the value in YAML syntax. Of two for one key the later one holds.
+        overrides: `section.key=value`. The value of a text key is that text, all of it; of any other key it is YAML.
+            Of two for one key the later one holds.
     Raises:
         ConfigError: for anything that is not exactly a key of the schema with a value of its type.
     """
@@ -78,9 +80,8 @@ def _apply(tree: dict[str, Any], override: str, origins: dict[Path, str]) -> Non
     source = f"override {shown(Plain(override))}"
     if not equals or not key:
         raise ConfigError(f"{source}: an override is section.key=value, such as train.steps=100")
-    value, _ = parse_yaml(text, source) if text.strip() else (Plain(""), {})
     path = tuple(key.strip().split("."))
-    _reach(tree, path, source)
+    value = _override_value(text, _reach(path, source), source)
     *parents, last = path
     place = tree
     for depth, parent in enumerate(parents):
@@ -99,6 +100,18 @@ def _apply(tree: dict[str, Any], override: str, origins: dict[Path, str]) -> Non
             _merge(place[last], inner, value[inner], (*path, inner))
     else:
         place[last] = value
+
+
+def _override_value(text: str, annotation: Any, source: str) -> Any:
+    """What an override sets: for a text key the text as it stands, unless all of it is in YAML's quotes, else YAML."""
+    if str in alternatives(annotation):
+        inside = quoted(text)
+        return Plain(text) if inside is None else inside
+    comment = comment_in(text)
+    if comment is not None:
+        raise ConfigError(f"{source}: {shown(Plain(comment))} is a comment to YAML and would be dropped; leave it out, "
+                          "or put quotes around what holds the #")
+    return parse_yaml(text, source)[0] if text.strip() else Plain("")
 
 
 def _merge(place: dict[str, Any], key: str, value: Any, path: tuple[str, ...]) -> None:
@@ -120,21 +133,24 @@ def _is_section(path: tuple[str, ...]) -> bool:
     return model is not None
 
 
-def _reach(tree: dict[str, Any], path: tuple[str, ...], source: str) -> None:
-    """Refuse an override whose path leaves the schema before its last key."""
+def _reach(path: tuple[str, ...], source: str) -> Any:
+    """The type of the key that an override sets; refuses a path that leaves the schema before its last key."""
     model: type[BaseModel] | None = Config
+    annotation: Any = Config
     for depth, part in enumerate(path):
         if model is None:
             parent = ".".join(path[:depth])
             if parent == "data.valid":
-                return
+                return Any
             raise ConfigError(f"{source}: {'.'.join(path)} is not a key of the configuration; {parent} is one value: "
                               "set it whole")
         field = model.model_fields.get(part)
         if field is None:
             hint = unknown_key(Config, path[:depth], part)
             raise ConfigError(f"{source}: {'.'.join(path)} is not a key of the configuration; {hint}")
-        model = section_of(field.annotation)
+        annotation = field.annotation
+        model = section_of(annotation)
+    return annotation
 
 
 def _build(tree: dict[str, Any], origins: dict[Path, str], source: str | None) -> Config:
@@ -148,8 +164,8 @@ def _build(tree: dict[str, Any], origins: dict[Path, str], source: str | None) -
     model = values.get("model", {})
     if model.get("preset") is not None:
         try:
-            values["model"] = {**preset_values(model["preset"]), **model}
-        except ConfigError as error:
+            values["model"] = {**preset_values(expand_home(model["preset"])), **model}
+        except (ConfigError, ValueError) as error:
             refuse(("model", "preset"), f"= {model['preset']}: {error}")
     try:
         config = Config.model_validate(values)

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megafour.config.base import Count, Positive, Rate, Section, Text
+from megafour.config.base import Count, Location, Positive, Rate, Section
 
 
 class RopeScaling(Section):
@@ -39,7 +39,7 @@ class RopeScaling(Section):
 class ModelConfig(Section):
     """The decoder: its size, its family and its regularisation."""
 
-    preset: Text | None = None
+    preset: Location | None = None
     """Take the shape of a known model: a preset's name, or the path of a Hugging Face folder or of its `config.json`.
     Keys set beside it override it."""
 

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megafour.config.base import Count, Section, Text
+from megafour.config.base import Count, Location, Section, Text
 
 AXES = ("tp", "ulysses", "ring", "dp", "pp")
 """Axes of the grid in the default rank order, fastest first: the chattiest axis gets the nearest ranks. cp is ulysses ·
@@ -41,7 +41,7 @@ class ContextConfig(Section):
 class PipelineConfig(Section):
     """How layers and micro-batches are spread over the pp axis."""
 
-    schedule: Text = "1f1b"
+    schedule: Location = "1f1b"
     """Order of forwards and backwards ([schedules.md](schedules.md)): `gpipe`, `1f1b`, `interleaved_1f1b`, `zb_h1`,
     `zb_h2`, `zb_v`, `v_half`, `v_min`, `dualpipe_v`, or a table of your own: `PATH.csv`, `PATH.json`,
     `PATH.py:function`."""

@@ -70,7 +70,7 @@ def preset_values(preset: str) -> dict[str, Any]:
     """
     if preset in PRESETS:
         return dict(PRESETS[preset])
-    path = Path(preset).expanduser()
+    path = Path(preset)
     if path.is_dir() or path.is_file():
         return read_huggingface(path)
     near = difflib.get_close_matches(preset.lower(), PRESETS, n=1, cutoff=0.5)

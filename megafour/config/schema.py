@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PrivateAttr, field_validator, model_validator
 
-from megafour.config.base import Count, Index, NonNegative, Positive, Section, Text
+from megafour.config.base import Count, Index, Location, NonNegative, Positive, Section, Text
 from megafour.config.model_schema import ModelConfig
 from megafour.config.parallel_schema import ParallelConfig
 
@@ -15,7 +15,7 @@ class RunConfig(Section):
     name: Text = "run"
     """Name of the run, shown in logs and trackers."""
 
-    dir: Text = "runs/{name}"
+    dir: Location = "runs/{name}"
     """Folder of the run; `{name}` stands for run.name. Must be shared by all nodes."""
 
     seed: Index = 1234
@@ -32,7 +32,7 @@ class RunConfig(Section):
 class DataSource(Section):
     """One tokenized dataset of a blend."""
 
-    path: Text
+    path: Location
     """Prefix of the dataset: `PATH.bin` and `PATH.idx`, as `megafour prepare` writes them."""
 
     weight: NonNegative = 1.0
@@ -45,7 +45,7 @@ class TokenizerConfig(Section):
     kind: Literal["sentencepiece", "huggingface", "tiktoken", "bytes"] = "sentencepiece"
     """`sentencepiece` model, Hugging Face `tokenizer.json`, `tiktoken` BPE file, or plain `bytes`."""
 
-    path: Text | None = None
+    path: Location | None = None
     """The tokenizer's file. Null for `bytes`."""
 
 
@@ -171,7 +171,7 @@ class EvalConfig(Section):
 class CheckpointConfig(Section):
     """What is saved, what is kept, and from what a run starts."""
 
-    dir: Text | None = None
+    dir: Location | None = None
     """Folder of the checkpoints. Null: `checkpoints` in run.dir."""
 
     every: Index = 100
@@ -187,11 +187,11 @@ class CheckpointConfig(Section):
     """Write while training goes on, from a copy of the step in host memory (as large as the rank's share of weights and
     moments). The next save waits for the last one; one that fails ends the run."""
 
-    resume: Index | Text = "auto"
+    resume: Index | Location = "auto"
     """`auto`: the newest whole checkpoint if there is one; `never`: refuse a folder that holds checkpoints; a step; or
     the path of a checkpoint."""
 
-    init_from: Text | None = None
+    init_from: Location | None = None
     """Checkpoint or Hugging Face folder whose weights a new run starts from, at step 0."""
 
     init_optimizer: bool = False
@@ -303,12 +303,17 @@ class Config(Section):
     @property
     def run_dir(self) -> str:
         """run.dir with `{name}` filled in."""
-        return self.run.dir.replace("{name}", self.run.name)
+        return self._named(self.run.dir)
 
     @property
     def checkpoint_dir(self) -> str:
         """Folder of the checkpoints: checkpoint.dir, or `checkpoints` in the run's folder."""
-        return (self.checkpoint.dir or f"{self.run_dir}/checkpoints").replace("{name}", self.run.name)
+        return self._named(self.checkpoint.dir) if self.checkpoint.dir else f"{self.run_dir}/checkpoints"
+
+    def _named(self, folder: str) -> str:
+        """A folder with `{name}` filled in; a name's own `~` is no home folder."""
+        path = folder.replace("{name}", self.run.name)
+        return f"./{path}" if path.startswith("~") else path
 
     def replace(self, values: dict[str, Any]) -> "Config":
         """A copy with other values for the given dotted keys, validated anew.
