@@ -90,7 +90,6 @@ def use_utf8() -> None:
     """
     if sys.flags.utf8_mode or sys.getfilesystemencoding().replace("-", "").lower() == "utf8":
         return
-    sys.stdout.flush()
     os.execve(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]], {**os.environ, "PYTHONUTF8": "1"})
 
 

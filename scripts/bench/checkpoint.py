@@ -51,7 +51,7 @@ class PeakMemory:
 
 def resident() -> int:
     """Bytes of this process in memory now."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return int(Path("/proc/self/statm").read_text("utf-8").split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def state(parameters: int, rank: int, world: int) -> tuple[torch.Tensor, list[LogicalTensor]]:

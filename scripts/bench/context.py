@@ -39,13 +39,14 @@ def launch(world: int, job: str, omp: int, **arguments: object) -> list[dict]:
             env = {**os.environ, "OMP_NUM_THREADS": str(omp), "PYTHONPATH": str(ROOT),
                    "RANK": str(rank), "WORLD_SIZE": str(world), "GLOO_SOCKET_IFNAME": "lo"}
             command = [sys.executable, str(ROOT / "scripts/bench/context_ranks.py"), folder, job, json.dumps(arguments)]
-            with Path(folder, f"log-{rank}").open("w") as log:
+            with Path(folder, f"log-{rank}").open("w", encoding="utf-8") as log:
                 ranks.append(subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT))
         codes = [rank.wait() for rank in ranks]
         for rank, code in enumerate(codes):
             if code:
-                sys.exit(f"error: rank {rank} of {job} ended with {code}:\n{Path(folder, f'log-{rank}').read_text()}")
-        return [json.loads(Path(folder, f"answer-{rank}").read_text()) for rank in range(world)]
+                said = Path(folder, f"log-{rank}").read_text("utf-8")
+                sys.exit(f"error: rank {rank} of {job} ended with {code}:\n{said}")
+        return [json.loads(Path(folder, f"answer-{rank}").read_text("utf-8")) for rank in range(world)]
 
 
 def table(header: list[str], rows: list[list[str]]) -> None:

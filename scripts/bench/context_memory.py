@@ -37,7 +37,7 @@ def peak(cp: int, seq: int, threads: int) -> int:
             "checkpoint": {"every": 0, "resume": "never"},
             "logging": {"tensorboard": False},
         }
-        (work / "config.yaml").write_text(yaml.safe_dump(config))
+        (work / "config.yaml").write_text(yaml.safe_dump(config), "utf-8")
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
         free.close()
@@ -46,11 +46,12 @@ def peak(cp: int, seq: int, threads: int) -> int:
             env = {**os.environ, "OMP_NUM_THREADS": str(max(1, threads // cp)), "PYTHONPATH": str(ROOT),
                    "RANK": str(rank), "WORLD_SIZE": str(cp), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(cp),
                    "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
-            with (work / f"log-{rank}").open("w") as log:
+            with (work / f"log-{rank}").open("w", encoding="utf-8") as log:
                 ranks.append(subprocess.Popen([sys.executable, "train.py", "--config", str(work / "config.yaml")],
                                               cwd=ROOT, env=env, stdout=log, stderr=subprocess.STDOUT))
         codes = [rank.wait() for rank in ranks]
         if any(codes):
-            sys.exit(f"error: cp {cp}, {seq} tokens: ended with {codes}\n{(work / 'log-0').read_text()[-3000:]}")
-        metrics = (work / "run" / "metrics.jsonl").read_text().splitlines()
+            sys.exit(f"error: cp {cp}, {seq} tokens: ended with {codes}\n"
+                     f"{(work / 'log-0').read_text('utf-8')[-3000:]}")
+        metrics = (work / "run" / "metrics.jsonl").read_text("utf-8").splitlines()
         return json.loads(metrics[0])["peak_memory_bytes"]

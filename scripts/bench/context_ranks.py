@@ -216,7 +216,7 @@ def main() -> None:
     if world > 1:
         dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), world), rank=rank, world_size=world)
     answer = {"attention": attention, "overlap": overlap, "accuracy": accuracy}[job](rank, world, **arguments)
-    (folder / f"answer-{rank}").write_text(json.dumps(answer))
+    (folder / f"answer-{rank}").write_text(json.dumps(answer), "utf-8")
     if world > 1:
         dist.destroy_process_group()
 

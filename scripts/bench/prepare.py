@@ -55,7 +55,7 @@ def compare(text: Path, spec: str, workers: int, rounds: int) -> dict[str, float
             command = [sys.executable, "-m", "megafour", "prepare", str(text), "--tokenizer", spec]
             command += ["--output", f"{folder}/{turn}", "--workers", str(workers)]
             ours.append(seconds_of(lambda c=command: subprocess.run(c, check=True, stdout=subprocess.DEVNULL)))
-        tokens = json.loads(Path(folder, "0.json").read_text())["tokens"]
+        tokens = json.loads(Path(folder, "0.json").read_text("utf-8"))["tokens"]
     mine, other = statistics.median(ours), statistics.median(theirs)
     return {"tokenizer": kind, "library": tokens / other, "prepare": tokens / mine, "ratio": other / mine}
 

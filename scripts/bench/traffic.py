@@ -50,7 +50,8 @@ the convention counts."""
 
 def lo_bytes() -> int:
     """Bytes that the loopback has transmitted; every one of them it has also received."""
-    line = next(text for text in Path("/proc/net/dev").read_text().splitlines() if text.strip().startswith("lo:"))
+    line = next(text for text in Path("/proc/net/dev").read_text("utf-8").splitlines()
+                if text.strip().startswith("lo:"))
     return int(line.split(":")[1].split()[8])
 
 

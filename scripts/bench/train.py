@@ -56,10 +56,10 @@ def launch(command: list[str], threads: int, log: Path) -> float:
     env = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(ROOT)}
     env = {k: v for k, v in env.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     began = time.time()
-    with log.open("w") as out:
+    with log.open("w", encoding="utf-8") as out:
         code = subprocess.run(command, cwd=ROOT, env=env, stdout=out, stderr=subprocess.STDOUT).returncode
     if code:
-        sys.exit(f"error: `{' '.join(command)}` ended with {code}:\n{log.read_text()[-3000:]}")
+        sys.exit(f"error: `{' '.join(command)}` ended with {code}:\n{log.read_text('utf-8')[-3000:]}")
     return began
 
 
@@ -69,7 +69,7 @@ def run_plain(dtype: str, args: argparse.Namespace, work: Path, keep_heap: bool)
     command = [sys.executable, str(ROOT / "scripts/bench/plain_llama.py"), "--threads", str(args.threads),
                "--dtype", {"fp32": "fp32", "bf16": "mixed"}[dtype], "--steps", str(args.steps)]
     launch(command + ["--keep-heap"] * keep_heap, args.threads, log)
-    answer = json.loads(log.read_text().splitlines()[-1])
+    answer = json.loads(log.read_text("utf-8").splitlines()[-1])
     return Sample(answer["tok_s"], answer["startup_s"], answer["rss_gib"])
 
 
@@ -86,11 +86,11 @@ def train(world: int, settings: dict, threads: int, work: Path) -> tuple[list[di
     run = Path(settings["run"]["dir"])
     shutil.rmtree(run, ignore_errors=True)
     path = work / "bench.yaml"
-    path.write_text(yaml.safe_dump(settings))
+    path.write_text(yaml.safe_dump(settings), "utf-8")
     starter = [sys.executable] if world == 1 else \
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
     began = launch([*starter, "train.py", "--config", str(path)], max(1, threads), work / "train.log")
-    metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text("utf-8").splitlines()]
     shutil.rmtree(run)
     return metrics, began
 
@@ -189,7 +189,7 @@ def main() -> None:
         report(results, cases, args.repeats)
         if args.json:
             args.json.write_text(json.dumps({d: {n: [vars(s) for s in r] for n, r in runs.items()}
-                                             for d, runs in results.items()}, indent=1))
+                                             for d, runs in results.items()}, indent=1), "utf-8")
 
 
 if __name__ == "__main__":

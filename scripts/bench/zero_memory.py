@@ -80,7 +80,7 @@ def measure(rank: int, world: int, config: Config) -> tuple[int, StateBytes, Sta
 
 def resident() -> int:
     """Resident bytes of this process (Linux)."""
-    with open("/proc/self/statm") as file:
+    with open("/proc/self/statm", encoding="utf-8") as file:
         return int(file.read().split()[1]) * resource.getpagesize()
 
 
