@@ -75,6 +75,21 @@ def test_overrides_may_stand_anywhere(verb, capsys):
     assert "--m=2" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("argv", [
+    ["prepare", "~/a.txt", "--output", "~/b", "--tokenizer", "huggingface:~/c"],
+    ["inspect", "~/a", "~/b", "--tokenizer", "huggingface:~/c"], ["convert", "from-hf", "~/a", "~/b"],
+    ["convert", "to-hf", "~/a", "~/b"], ["evaluate", "--checkpoint", "~/a", "--text", "~/b"],
+    ["evaluate", "--hf", "~/a", "--data", "~/b"], ["generate", "--checkpoint", "~/a", "--prompt", "a"],
+    ["schedule", "--name", "~/a.csv", "--save", "~/b.json", "--out", "~/c.svg"], ["verify", "--config", "~/a"]])
+def test_a_home_folder_is_expanded_in_every_argument_that_is_a_path(monkeypatch, capsys, argv):
+    monkeypatch.setenv("HOME", "/home/me")
+    asked, found = " ".join(argv), str(vars(cli.parse(argv)))
+    assert "~" not in found and all((f"/home/me/{name}" in found) == (f"~/{name}" in asked) for name in "abc")
+    with pytest.raises(SystemExit) as ended:
+        cli.parse([word.replace("~/", "~nosuchuser/") for word in argv])
+    assert ended.value.code == 2 and "there is no such user" in capsys.readouterr().err
+
+
 def test_every_verb_has_a_help(capsys):
     for name in cli.verbs():
         with pytest.raises(SystemExit) as ended:

@@ -171,6 +171,89 @@ def test_overrides_pass_the_same_gate(tmp_path):
     assert config.data.valid["web"][0].path == "d"
 
 
+@pytest.mark.parametrize(("override", "value"), [
+    ("run.name=exp #2", "exp #2"), ("run.name=#2", "#2"), ("run.name=a: b", "a: b"), ("run.name=[x", "[x"),
+    ("run.name=*x", "*x"), ("run.name=- a", "- a"), ("run.name=| a", "| a"), ("run.name=@a", "@a"),
+    ("run.name={a}", "{a}"), ("run.name= a ", " a "), ("run.name=a=b", "a=b"), ("run.name=1e3", "1e3"),
+    ("run.name=off", "off"), ("run.name='1e3'", "1e3"), ('run.name="a #2"', "a #2"), ("run.name='it''s'", "it's"),
+    ('run.name="a" b', '"a" b'), ("run.name='a' #2", "'a' #2"), ('run.name="a', '"a'), ("run.name='null'", "null"),
+    ("checkpoint.init_from=null", None), ("checkpoint.init_from=~", None), ("checkpoint.init_from=", None),
+    ("checkpoint.init_from=a #2", "a #2"), ("checkpoint.resume=100", 100), ("checkpoint.resume=a #2", "a #2"),
+    ("logging.wandb=team: x", "team: x"), ("data.split=98,1,1", "98,1,1"),
+])
+def test_an_override_of_a_text_key_is_that_text(override, value):
+    """`'run.name=exp #2'` read as YAML is `exp`: the run would go on with another experiment's folder."""
+    section, key = override.split("=")[0].split(".")
+    assert getattr(getattr(load_config(None, [override]), section), key) == value
+
+
+@pytest.mark.parametrize("override", ["train.steps=3 #2", "train.steps=#2", "data.train=[{path: a}] # b",
+                                      "model.vocab_size=auto #2", "train={steps: 3} # x", "model.head_dim= # none"])
+def test_a_comment_in_an_override_is_refused_not_dropped(override):
+    with pytest.raises(ConfigError, match="is a comment to YAML and would be dropped"):
+        load_config(None, [override])
+    assert load_config(None, ["data.train=[{path: 'a #b'}, {path: c#d}]"]).data.train[0].path == "a #b"
+
+
+@pytest.mark.parametrize(("text", "found"), [
+    ("data: {train: [&a {path: a, weight: 2}, {<<: *a, path: b}]}", [("a", 2.0), ("b", 2.0)]),
+    ("data: {train: [&a {path: a, weight: 2}, {path: b, <<: *a}]}", [("a", 2.0), ("b", 2.0)]),
+    ("data: {train: [&a {path: a}, &b {path: b, weight: 2}, {<<: [*a, *b]}]}", [("a", 1.0), ("b", 2.0), ("a", 2.0)]),
+    ("data: {train: [{<<: [{path: a}, {path: b, weight: 3}]}]}", [("a", 3.0)]),
+    ("data: {train: [{<<: {<<: {path: a, weight: 3}, path: b}}]}", [("b", 3.0)]),
+    ("data: {<<: {train: [{path: a}]}}", [("a", 1.0)]),
+    ("<<: {data: {train: [{path: a}]}}", [("a", 1.0)]),
+])
+def test_merge_keys_mean_what_yaml_says(tmp_path, text, found):
+    assert [(source.path, source.weight) for source in loaded(tmp_path, text).data.train] == found
+
+
+@pytest.mark.parametrize(("text", "words"), [
+    ("train:\n  <<: 3", "run.yaml:2: train.<< = 3 is not valid: it must be a mapping"),
+    ("train:\n  <<: [{steps: 1}, a]", "run.yaml:2: train.<< = a is not valid"),
+    ("train:\n  <<: {steps: 1}\n  <<: {steps: 2}", "run.yaml:3: train.<< is a repeated key; merge several"),
+    ("train: &a\n  <<: *a", "train.<<: an alias that contains itself"),
+    ("train:\n  <<:\n    steps: 1\n    steps: 2", "run.yaml:4: train.steps = 2 is a repeated key"),
+    ("train:\n  micro_batch_size: 1\n  <<: {stepz: 1}", "run.yaml:3: train.stepz = 1"),
+    ("train:\n  <<:\n    steps: x\n  tokens: 1", "run.yaml:3: train.steps = x is not valid"),
+    ("[" * 5000, "nested too deeply"),
+    ("train: &a [1,1,1,1,1,1,1,1,1]\n" + "".join(f"k{i}: &b{i} [{','.join([f'*b{i - 1}' if i else '*a'] * 9)}]\n"
+                                                 for i in range(9)), "more than 100000 values"),
+    ('run: {name: "\\UFFFFFFFF"}', "not valid YAML"),
+    ('run: {name: "a\\0b"}', "run.name = "),
+    ('run: {dir: "a\\0b"}', "must not hold a null character"),
+    ('run: {name: "\\ud800"}', "run.name"),
+])
+def test_yaml_that_means_nothing_here_is_refused_in_a_line(tmp_path, text, words):
+    assert words in refusal(tmp_path, text)
+
+
+PATHS = {"run.dir": "{}", "checkpoint.dir": "{}", "checkpoint.resume": "{}", "checkpoint.init_from": "{}",
+         "data.train": "[{{path: {}}}]", "data.valid": "{{held: [{{path: {}}}]}}",
+         "data.tokenizer": "{{kind: huggingface, path: {}}}", "parallel.pipeline.schedule": "{}.csv"}
+
+
+@pytest.mark.parametrize("key", PATHS)
+def test_a_home_folder_is_expanded_in_every_path(tmp_path, monkeypatch, key):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    in_file = ": {".join([*key.split(".")[:-1], f"{key.split('.')[-1]}: "]) + PATHS[key].format("~/a")
+    config = loaded(tmp_path, in_file + "}" * key.count("."))
+    assert config == load_config(None, [f"{key}={PATHS[key].format('~/a')}"])
+    assert config == load_config(None, [f"{key}={PATHS[key].format(f'{tmp_path}/a')}"])
+    assert f"{tmp_path}/a" in to_yaml(config) and "~" not in to_yaml(config)
+    message = refusal(tmp_path, "", f"{key}={PATHS[key].format('~nosuchuser/a')}")
+    assert "names the home folder of nosuchuser: there is no such user; write ./~nosuchuser" in message
+    assert f"./~{'/a'}" in to_yaml(load_config(None, [f"{key}={PATHS[key].format('./~/a')}"]))
+
+
+def test_a_home_folder_is_expanded_in_a_preset_and_not_in_a_name(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert f"{tmp_path}/config.json" in refusal(tmp_path, "", "model.preset=~/")
+    assert "no such user" in refusal(tmp_path, "", "model.preset=~nosuchuser/a")
+    config = resolve(load_config(None, ["run.name=~a", "run.dir={name}", "checkpoint.dir={name}/c"]), 1, data=False)
+    assert (config.run.dir, config.checkpoint.dir) == ("./~a", "./~a/c")
+
+
 def test_a_nullable_mapping_is_replaced_whole(tmp_path):
     text = "model: {rope_scaling: {type: llama3, factor: 8, low_freq_factor: 1, original_max_position_embeddings: 8}}"
     scaling = loaded(tmp_path, text, "model.rope_scaling={type: linear, factor: 2}").model.rope_scaling
@@ -189,6 +272,8 @@ def test_a_nullable_mapping_is_replaced_whole(tmp_path):
     ("train={stepz: 3}", "did you mean train.steps?"),
     ("train=3", "a mapping"),
     ("data.train=[{path: a", "not valid YAML"),
+    ("run.name=", "null is not allowed"),
+    ("run.name=null", "null is not allowed"),
 ])
 def test_wrong_overrides_are_refused(tmp_path, override, hint):
     message = refusal(tmp_path, "train: {steps: 1}", override)

@@ -215,6 +215,7 @@ def test_every_fault_of_a_table_is_a_wrong_argument(tmp_path, capsys, text):
 
 @pytest.mark.parametrize(("wrong", "said"), [
     (["--name", "zb_w"], "unknown pipeline schedule 'zb_w'"),
+    (["--name", "zb_w"], "dualpipe_v, zb_auto, and PATH.csv"),
     (["--name", "zb_v", "--memory", "3"], "--memory 3 bounds the search of zb_auto and has no effect on --name zb_v"),
     (["--name", "1f1b", "--kept", "0.5"], "--kept 0.5 bounds the search"),
     (["--name", "1f1b", "--stages", "1000000"], "lower one of them"),

@@ -49,7 +49,7 @@ def test_one_line_and_exit_2(command, capfd, argv, words):
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("key", ["data.train", "data.valid", "data.tokenizer", "checkpoint.init_from",
-                                 "checkpoint.resume", "model.preset"])
+                                 "checkpoint.resume", "model.preset", "parallel.pipeline.schedule"])
 def test_a_path_in_the_config_that_leads_nowhere_is_exit_2_on_every_rank(command, capfd, tmp_path, monkeypatch, key,
                                                                           rank):
     for name, value in (("RANK", rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", 2)):
@@ -58,7 +58,8 @@ def test_a_path_in_the_config_that_leads_nowhere_is_exit_2_on_every_rank(command
     monkeypatch.chdir(tmp_path)
     write_corpus(tmp_path / "corpus")
     nowhere = str(tmp_path / "nowhere")
-    value = {"data.train": f"[{{path: {nowhere}}}]", "data.valid": f"{{held: [{{path: {nowhere}}}]}}",
+    value = {"parallel.pipeline.schedule": f"{nowhere}.csv",
+             "data.train": f"[{{path: {nowhere}}}]", "data.valid": f"{{held: [{{path: {nowhere}}}]}}",
              "data.tokenizer": f"{{kind: huggingface, path: {nowhere}}}"}.get(key, nowhere)
     assert command(["data.train=[{path: corpus}]", "model.vocab_size=64", "parallel.tp=2", f"{key}={value}"]) == 2
     err = capfd.readouterr().err
