@@ -88,7 +88,7 @@ def use_utf8() -> None:
     A name from a UTF-8 config could not be opened there. Call it first, and only in a process whose command line is
     this one's: it replaces the program.
     """
-    if sys.flags.utf8_mode or sys.getfilesystemencoding().replace("-", "").lower() == "utf8":
+    if not sys.executable or sys.flags.utf8_mode or sys.getfilesystemencoding().replace("-", "").lower() == "utf8":
         return
     os.execve(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]], {**os.environ, "PYTHONUTF8": "1"})
 

@@ -160,14 +160,15 @@ def train_on(mesh: Mesh, config: Config, launch: Launch, tokenizer: Tokenizer | 
     one as soon as a rank has died, and the others have yet to write why. `listening`: heard signals before, and goes on
     to; without it they are listened for in this call alone.
     """
+    early = listening is not None and listening.reason is not None
     with nullcontext(listening) if listening is not None else StopRequest() as stop:
         stop.watch(Path(config.run_dir) / STOP_FILE if mesh.rank == 0 else None, StopRequest.torchrun())
-        return _train_until(stop, mesh, config, launch, tokenizer, datasets, allowed)
+        return _train_until(stop, early, mesh, config, launch, tokenizer, datasets, allowed)
 
 
-def _train_until(stop: StopRequest, mesh: Mesh, config: Config, launch: Launch, tokenizer: Tokenizer | None,
-                 datasets: Datasets, allowed: Collection[str]) -> int:
-    """As `train_on`, with what tells whether the run was asked to stop."""
+def _train_until(stop: StopRequest, early: bool, mesh: Mesh, config: Config, launch: Launch,
+                 tokenizer: Tokenizer | None, datasets: Datasets, allowed: Collection[str]) -> int:
+    """As `train_on`, with what tells whether the run was asked to stop; `early`: it was before all ranks had come."""
     device = mesh.device
     try:
         folder = open_run_folder(config, mesh.group("world").pg)
@@ -183,7 +184,7 @@ def _train_until(stop: StopRequest, mesh: Mesh, config: Config, launch: Launch, 
         return say_refusal(error, 1) if first else 1
     for note in folder.notes:
         log.say(note)
-    if _asked_before(stop, mesh):
+    if _on_any_rank(early, mesh):
         asked = stop.reason or "a signal on another rank"
         folder.status("preempted", folder.step, asked)
         log.say(f"preempted by {asked} before the first step; nothing to save")
@@ -243,9 +244,9 @@ def _train_until(stop: StopRequest, mesh: Mesh, config: Config, launch: Launch, 
     return 0
 
 
-def _asked_before(stop: StopRequest, mesh: Mesh) -> bool:
-    """Whether a signal has come to any rank by now: while Python imported, data was opened, ranks were waited for."""
-    mine = torch.tensor(float(stop.reason is not None), dtype=torch.float64, device=mesh.device)
+def _on_any_rank(flag: bool, mesh: Mesh) -> bool:
+    """Whether the flag is set on any rank. Every rank calls it together."""
+    mine = torch.tensor(float(flag), dtype=torch.float64, device=mesh.device)
     return bool(on_host(control_sum(mine, mesh, "world"), mesh))
 
 
