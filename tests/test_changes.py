@@ -2,14 +2,16 @@
 
 import json
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
 
 from megafour.checkpoint import folder as checkpoints
 from megafour.config.errors import ConfigError
+from megafour.data import fingerprint
 from megafour.data.dataset import GlobalDataset, Source
-from megafour.data.indexed import IndexedDataset
+from megafour.data.indexed import IndexedDataset, write_index
 from megafour.data.progress import changed, go_on, positions
 from megafour.trainer.changes import check_allowed
 from tests import training
@@ -106,6 +108,106 @@ def test_what_changes_the_meaning_is_refused_and_the_rest_is_noted(pool, tmp_pat
     assert [one["consumed"] for one in saved["sources"]] == [40, 8] and saved["begin"] == 32
     assert pool.run(training.train, 1, {**other, "train": {**other["train"], "steps": 8}}) == [0]   # nothing to allow
     assert len(losses(tmp_path)) == 8
+
+
+def rewrite(prefix, how):
+    """Another dataset under the same name."""
+    if how in ("grown", "shrunk"):
+        write_corpus(prefix, documents={"grown": 60, "shrunk": 20}[how])
+    elif how == "index":        # the same tokens, cut into documents elsewhere
+        data = IndexedDataset(prefix)
+        lengths = data.lengths[::-1].copy()
+        write_index(f"{prefix}.idx", lengths, data.dtype)
+    elif how == "tokens":
+        path = prefix.with_suffix(".bin")
+        path.write_bytes(np.fromfile(path, "<u2")[::-1].tobytes())
+    else:
+        prefix.with_suffix(".json").write_text(DESCRIPTION.replace("40", "41"))
+
+
+DESCRIPTION = '{"tokenizer": {"kind": "bytes", "hash": "", "vocab_size": 64, "eod_id": null}, "documents": 40}'
+
+
+@pytest.mark.parametrize(("how", "said"), [
+    ("grown", " -> "), ("shrunk", " -> "), ("index", "as before, but index or tokens differ (checksum "),
+    ("tokens", "as before, but index or tokens differ (checksum "), ("json", "as before, but its .json differs")])
+def test_training_data_that_was_rewritten_under_its_name_is_refused(pool, tmp_path, how, said):
+    """Until that is allowed; what a sample of it was is not known any more, unless only the description changed."""
+    write_corpus(tmp_path / "corpus")
+    (tmp_path / "corpus.json").write_text(DESCRIPTION)
+    tokens = IndexedDataset(tmp_path / "corpus").tokens.size
+    values = settings(tmp_path, {}, train={"steps": 4})
+    assert pool.run(training.train, 1, values) == [0]
+    rewrite(tmp_path / "corpus", how)
+    values["train"]["steps"] = 6
+    assert pool.run(training.train, 1, values) == [2]
+    error = json.loads((tmp_path / "run" / "status.json").read_text())["reason"]
+    now = IndexedDataset(tmp_path / "corpus").tokens.size
+    numbers = f"{tokens:,} -> {now:,} tokens" if now != tokens else f"{tokens:,} tokens"
+    assert f"data.train: {tmp_path / 'corpus'} was rewritten: {numbers}" in error and said in error
+    assert "give `--allow-change data.train` to this launch" in error and error.count("corpus was rewritten") == 1
+    assert pool.run(training.train, 1, values, None, ("data.train",)) == [0]
+    log = (tmp_path / "run" / "logs" / "rank-0.log").read_text()
+    assert f"corpus {'goes on at its sample 32' if how == 'json' else 'starts at its sample 0'}" in log
+    assert pool.run(training.train, 1, {**values, "train": {**values["train"], "steps": 8}}) == [0]     # as it is now
+
+
+def train_without_checksums(rank, world, values):
+    """Train as an earlier version did, whose checkpoints know a source by its path and its number of tokens."""
+    bare = property(lambda source: dict(path=source.data.prefix, tokens=source.num_tokens))
+    with mock.patch.object(Source, "identity", bare):
+        return training.train(rank, world, values)
+
+
+def test_a_checkpoint_without_checksums_of_its_data_resumes_with_a_line(pool, tmp_path):
+    write_corpus(tmp_path / "corpus")
+    values = settings(tmp_path, {}, train={"steps": 2})
+    assert pool.run(train_without_checksums, 1, values) == [0]
+    rewrite(tmp_path / "corpus", "tokens")
+    values["train"]["steps"] = 4
+    assert pool.run(training.train, 1, values) == [0]
+    log = (tmp_path / "run" / "logs" / "rank-0.log").read_text()
+    assert f"note: the checkpoint carries no checksum of {tmp_path / 'corpus'}: " in log and len(losses(tmp_path)) == 4
+    rewrite(tmp_path / "corpus", "grown")
+    values["train"]["steps"] = 6
+    assert pool.run(training.train, 1, values) == [2]
+
+
+def test_validation_data_that_was_rewritten_is_a_line(pool, tmp_path):
+    for name in ("corpus", "held"):
+        write_corpus(tmp_path / name)
+    values = settings(tmp_path, {}, train={"steps": 2},
+                      data={"valid": {"held": [{"path": str(tmp_path / "held")}]}})
+    assert pool.run(training.train, 1, values) == [0]
+    rewrite(tmp_path / "held", "shrunk")
+    values["train"]["steps"] = 4
+    assert pool.run(training.train, 1, values) == [0]
+    log = (tmp_path / "run" / "logs" / "rank-0.log").read_text()
+    assert f"data.valid.held: {tmp_path / 'held'} was rewritten: " in log and "valid_loss/held before and after" in log
+
+
+@pytest.mark.parametrize(("old", "new"), [("adamw", "sgd"), ("sgd", "adamw")])
+def test_another_optimizer_is_refused_in_one_line_with_the_way_on(pool, tmp_path, old, new):
+    write_corpus(tmp_path / "corpus")
+    values = settings(tmp_path, {}, train={"steps": 2}, optimizer={"name": old})
+    assert pool.run(training.train, 1, values) == [0]
+    values = settings(tmp_path, {}, train={"steps": 4}, optimizer={"name": new})
+    assert pool.run(training.train, 1, values, None, ("data",)) == [2]
+    error = json.loads((tmp_path / "run" / "status.json").read_text())["reason"]
+    step = tmp_path / "run" / "checkpoints" / "step-00000002"
+    assert error == (f"optimizer.name={new}, but {step} holds the state of {old}; set optimizer.name={old}, or start "
+                     f"another run from its weights: checkpoint.init_from={step} with another run.dir")
+
+
+@pytest.mark.parametrize("size", [0, 1, 1 << 20, 1 << 22])
+def test_a_checksum_of_data_reads_a_bounded_sample_and_sees_a_page_at_either_end(size):
+    values = np.arange(size, dtype=np.uint16)
+    whole = fingerprint._sampled(values, 0)
+    for place in (0, -1) if size else ():
+        other = values.copy()
+        other[place] ^= 1
+        assert fingerprint._sampled(other, 0) != whole
+    assert fingerprint._sampled(np.append(values, 0).astype(np.uint16), 0) != whole
 
 
 def test_a_key_whose_change_is_never_refused_needs_no_leave():

@@ -18,7 +18,7 @@ from megafour.mesh import Mesh
 from megafour.trainer.main import train_on
 from megafour.trainer.run_folder import leave_preempted, read_status
 from megafour.trainer.setup import build_mesh
-from megafour.trainer.signals import StopRequest
+from megafour.trainer.signals import SIGNALS, StopRequest
 from tests.training import Launch, losses, settings, train, write_corpus
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -68,7 +68,7 @@ def test_a_signal_while_ranks_are_waited_for_ends_the_run_preempted(tmp_path):
 
 
 def heard(rank: int, world: int, values: dict) -> tuple[int, bool]:
-    """Train where the last rank has heard a signal before; also: whether it still listens."""
+    """Train where the last rank has heard a signal before; also: whether signals are ignored afterwards."""
     config = resolve(config_from(values), world)
     datasets = build_datasets(config, tokenizer_info(config))
     stop = StopRequest().listen()
@@ -77,8 +77,10 @@ def heard(rank: int, world: int, values: dict) -> tuple[int, bool]:
     code = train_on(build_mesh(config, torch.device("cpu")), config, Launch(rank, world, rank, world), None, datasets,
                     listening=stop)
     os.kill(os.getpid(), signal.SIGTERM)        # the run has said how it ended: nothing ends it otherwise any more
-    stop.restore()
-    return code, signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    ignored = signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+    for number in (*SIGNALS, signal.SIGINT):    # this process goes on to other tests
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    return code, ignored
 
 
 def test_a_signal_on_one_rank_before_the_first_step_is_everyones(pool, tmp_path):

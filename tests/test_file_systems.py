@@ -302,8 +302,8 @@ class Full:
 
 
 def test_a_full_disk_ends_prepare_with_the_file_s_name(texts, capsys, monkeypatch):
-    monkeypatch.setattr(prepare_module, "open", lambda path, mode: Full(path) if mode == "ab" else open(path, mode),
-                        raising=False)
+    monkeypatch.setattr(prepare_module, "open", raising=False,
+                        value=lambda path, mode, **how: Full(path) if mode == "ab" else open(path, mode, **how))
     assert prepare(texts) == 1
     assert one_error(capsys).endswith(f"No space left on device: '{texts / 'out.partial' / 'tokens.bin'}'")
 

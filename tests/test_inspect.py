@@ -69,6 +69,25 @@ def test_norms_and_nans(tmp_path, said):
     assert said("ours", code=1)[0].startswith("error: ours/step-00000000 is damaged: ")
 
 
+def test_of_a_run_the_newest_whole_checkpoint_is_shown_and_a_damaged_one_is_named(pool, tmp_path, capsys, monkeypatch):
+    """As resuming does; one that is named itself is refused."""
+    monkeypatch.chdir(tmp_path)
+    write_corpus(tmp_path / "corpus")
+    assert pool.run(train, 1, settings(tmp_path, {}, train={"steps": 4}, checkpoint={"every": 2})) == [0]
+    newest = tmp_path / "run" / "checkpoints" / "step-00000004"
+    shard = next(newest.glob("*.distcp"))
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    for damaged in (bytes(content), bytes(content[:-1])):
+        shard.write_bytes(damaged)
+        for words in (["run"], ["run", "run"]):
+            assert cli.main(["inspect", *words]) == 0
+            out, err = capsys.readouterr()
+            assert "step-00000002" in out and err.startswith("skipped: run/checkpoints/step-00000004 is damaged: ")
+        assert cli.main(["inspect", str(newest)]) == 1
+        assert capsys.readouterr().err.startswith(f"error: {newest} is damaged: ")
+
+
 def test_two_checkpoints(tmp_path, said):
     """Equal but for one tensor, which is named with its distance; a type is a difference as well."""
     save_model("smollm", tmp_path / "a", torch.float32)

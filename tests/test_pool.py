@@ -2,6 +2,7 @@
 
 import os
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +21,15 @@ def fails_on_one(rank: int, world: int) -> None:
     if rank == 1:
         raise KeyError("layers.3")
     dist.barrier()
+
+
+def fails_on_all(rank: int, world: int) -> None:
+    dist.barrier()
+    raise KeyError("layers.3")
+
+
+def process(rank: int, world: int) -> int:
+    return os.getpid()
 
 
 def hangs_on_one(rank: int, world: int) -> None:
@@ -73,6 +83,32 @@ def test_a_failure_names_its_rank_and_the_pool_goes_on(ranks):
     assert (caught.value.rank, caught.value.kind) == (1, "KeyError")
     assert "fails_on_one" in str(caught.value)
     assert ranks.run(total, 3, 0.0) == [3.0] * 3
+
+
+def test_ranks_that_fail_all_at_once_are_replaced(ranks):
+    """Those that stay have half-closed connections, over which the next call hangs now and then."""
+    for _ in range(5):
+        before = ranks.run(process, 4)
+        with pytest.raises(RankError, match="KeyError"):
+            ranks.run(fails_on_all, 4)
+        after = ranks.run(process, 4, timeout=60)
+        assert not {*before} & {*after} and ranks.run(process, 4) == after
+    wait_until_gone(before)
+
+
+def wait_until_gone(pids: list[int]) -> None:
+    end = time.monotonic() + 30
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@pytest.mark.full
+def test_a_hundred_failures_of_all_ranks_never_make_the_next_call_hang(ranks):
+    for _ in range(100):
+        with pytest.raises(RankError, match="KeyError"):
+            ranks.run(fails_on_all, 4)
+        assert ranks.run(total, 4, 0.0, timeout=60) == [6.0] * 4
 
 
 def test_a_hang_shows_where_and_the_pool_is_rebuilt(ranks):

@@ -122,7 +122,8 @@ from train import main
 real = loop.train_step
 
 def train_step(state, batches, step, *rest):
-    if step == {step} and state.mesh.rank == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    if step == {step} and state.mesh.rank == state.mesh.world - 1 and os.environ.get(
+            "TORCHELASTIC_RESTART_COUNT", "0") == "0":
         {fault}
     return real(state, batches, step, *rest)
 
@@ -132,12 +133,14 @@ sys.exit(code)
 """
 
 
-def launch(folder: Path, values: dict, fault: str, step: int, *options: str) -> subprocess.CompletedProcess:
-    """A run under torchrun on two ranks, whose rank 1 meets `fault` in that step."""
+def launch(folder: Path, values: dict, fault: str, step: int, *options: str,
+           world: int = 2) -> subprocess.CompletedProcess:
+    """A run under torchrun on two ranks, or on one without it, whose last rank meets `fault` in that step."""
     (folder / "run.yaml").write_text(json.dumps(values))
     (folder / "faulty.py").write_text(ONCE.replace("{fault}", fault).replace("{step}", str(step)))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *options,
-               str(folder / "faulty.py"), "--config", str(folder / "run.yaml")]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *options]
+    command = [sys.executable, *(torchrun if world > 1 else []), str(folder / "faulty.py"),
+               "--config", str(folder / "run.yaml")]
     return subprocess.run(command, capture_output=True, text=True, timeout=600,
                           env={**os.environ, "PYTHONPATH": str(ROOT)})
 
@@ -155,6 +158,42 @@ def test_torchrun_starts_a_failed_run_again_where_it_stopped(tmp_path, fault):
     assert re.search(r"rank 1 \(pp1\), pid \d+ on \S+ died .*, so step 5 failed here", log), log
     assert "rank 0 (pp0)" not in ended.stderr.partition("Root Cause")[2]
     assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "finished"
+
+
+STORM = ('import subprocess; subprocess.Popen(["sh", "-c", "exec >/dev/null 2>&1; '
+         'while kill -TERM $0; do sleep 0.02; done", str(os.getpid())])')
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_signal_again_and_again_ends_the_run_as_one_does(tmp_path, world):
+    """Until the process is gone: an exit by the signal would make torchrun start the run again, to its end."""
+    write_corpus(tmp_path / "corpus")
+    values = settings(tmp_path, {"pp": world}, train={"steps": 30})
+    ended = launch(tmp_path, values, STORM, 4, "--max-restarts", "1", world=world)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    status = json.loads((tmp_path / "run" / "status.json").read_text())
+    assert (status["state"], status["reason"]) == ("preempted", "SIGTERM" if world == 1 else "a signal on another rank")
+    assert status["step"] == max(losses(tmp_path)) < 30
+
+
+def started_again(rank, world, values, run_id, restarts):
+    """Train as a rank that torchrun has started for the so-manieth time."""
+    os.environ.update(TORCHELASTIC_RUN_ID=run_id, TORCHELASTIC_RESTART_COUNT=str(restarts))
+    return signalled(rank, world, values, "step", signal.SIGTERM)
+
+
+def test_a_rank_that_torchrun_starts_again_after_the_run_was_stopped_does_not_go_on(pool, tmp_path):
+    """Whatever fails after the last status: the request to stop was meant for this launch. The next launch goes on."""
+    write_corpus(tmp_path / "corpus")
+    values = settings(tmp_path, {"dp": 2}, train={"steps": 12})
+    assert pool.run(started_again, 2, values, "a", 0) == [(0, 3)] * 2
+    before = (tmp_path / "run" / "status.json").read_text()
+    assert pool.run(started_again, 2, values, "a", 1) == [(0, 0)] * 2
+    assert before == (tmp_path / "run" / "status.json").read_text() and not (tmp_path / "run" / "lock").exists()
+    assert "was stopped in this launch, after step 3" in (tmp_path / "run" / "logs" / "rank-0.log").read_text()
+    assert pool.run(started_again, 2, values, "a", 0) == [(0, 3)] * 2       # requeued under the same name
+    assert pool.run(started_again, 2, values, "b", 1) == [(0, 3)] * 2
+    assert max(losses(tmp_path)) == 9
 
 
 def test_ranks_whose_torchrun_is_killed_save_and_end(tmp_path):

@@ -20,6 +20,7 @@ from megafour.trainer.lock import RunLock
 from megafour.trainer.logs import RankLog
 from megafour.trainer.run_folder import newest_whole, open_run_folder, read_status, resume_points, write_status
 from megafour.trainer.signals import StopRequest
+from tests import training
 
 
 def config(path: Path, resume: int | str = "auto", **values) -> Config:
@@ -229,6 +230,35 @@ def test_status_speaks_of_this_run_from_the_moment_it_holds_the_folder(tmp_path)
     held.release()
 
 
+@pytest.mark.parametrize("full", ["checkpoints", ".shared-", "elsewhere"])
+def test_a_start_that_meets_a_full_disk_is_not_what_the_run_before_it_was(tmp_path, monkeypatch, full):
+    """Once it holds the folder: whichever of the two folders takes nothing more."""
+    write_status(tmp_path, "finished", 5)
+    real = checkpoints.write_file
+
+    def write_file(path, data):
+        if full in str(path.relative_to(tmp_path)):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(path, data)
+
+    monkeypatch.setattr(checkpoints, "write_file", write_file)
+    values = {"checkpoint__dir": str(tmp_path / "elsewhere")} if full == "elsewhere" else {}
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        open_run_folder(config(tmp_path, **values), None)
+    status = read_status(tmp_path)
+    assert status["state"] == "failed" and status["step"] == 5 and "No space left" in status["reason"]
+    assert not list(tmp_path.rglob("lock*"))
+
+
+def test_a_log_that_cannot_be_opened_is_a_failure_in_one_line(pool, tmp_path):
+    training.write_corpus(tmp_path / "corpus")
+    (tmp_path / "run" / "logs" / "rank-0.log").mkdir(parents=True)
+    assert pool.run(training.train, 1, training.settings(tmp_path, {})) == [1]
+    status = read_status(tmp_path / "run")
+    assert status["state"] == "failed" and "rank 0: its log cannot be opened: " in status["reason"]
+    assert not (tmp_path / "run" / "lock").exists()
+
+
 def test_status_says_how_a_run_ended_and_the_first_failure_stays(tmp_path):
     run = open_run_folder(config(tmp_path), None)
     run.begin(0, config(tmp_path))
@@ -280,6 +310,21 @@ def test_a_signal_sets_a_flag_and_the_former_handler_comes_back(number):
         os.kill(os.getpid(), number)
         assert stop.asked() and stop.reason == number.name
     assert signal.getsignal(number) is former
+
+
+def test_a_run_that_has_said_how_it_ended_ignores_signals_for_good():
+    former = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
+    try:
+        with StopRequest() as stop:
+            stop.ignore()
+        assert all(signal.getsignal(number) == signal.SIG_IGN for number in former)
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)
+    with StopRequest() as stop:
+        stop.restore()
+        stop.ignore()       # a rank that waits for another's line is to be ended
+    assert all(signal.getsignal(number) == handler for number, handler in former.items())
 
 
 def test_a_stop_file_asks_too(tmp_path):

@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import threading
 import time
 import warnings
 
@@ -10,7 +11,7 @@ import pytest
 
 from megafour.trainer.logs import RankLog
 from megafour.trainer.metrics import KEYS, Metrics, clean, console_line
-from megafour.trainer.trackers import Tracker
+from megafour.trainer.trackers import Tracker, close_all
 from tests.test_run_folder import config
 
 
@@ -69,31 +70,66 @@ def test_tensorboard_gets_every_finite_number(tmp_path):
     assert [e.step for e in events.Scalars("valid_loss/a")] == [1, 2]
 
 
-class Broken:
+class Sink:
+    """A tracker whose call `at` raises, or hangs until it is abandoned."""
+
+    def __init__(self, at=None, error=None):
+        self.at, self.error, self.taken, self.abandoned = at, error, [], threading.Event()
+
+    def call(self, name):
+        if name == self.at:
+            if self.error is not None:
+                raise self.error
+            assert self.abandoned.wait(60)
+            raise OSError("killed")
+
+    def begin(self):
+        self.call("open")
+        return "http://here"
+
     def log(self, step, values):
-        raise ConnectionError("tracker is down")
+        self.call("log")
+        self.taken.append(step)
 
     def close(self):
-        pass
+        self.call("close")
+
+    def abandon(self):
+        self.abandoned.set()
 
 
-def hang():
-    time.sleep(60)
-
-
-def leave():
-    raise SystemExit("no key")
-
-
-@pytest.mark.parametrize("make, said, timeout", [
-    (Broken, "ConnectionError: tracker is down", 60), (leave, "SystemExit: no key", 60), (hang, None, 0.2)])
-def test_a_dead_tracker_never_stops_a_run(make, said, timeout):
-    lines = []
-    tracker = Tracker("wandb", make, lines.append, capacity=5)
+@pytest.mark.parametrize("at", ["open", "log", "close"])
+@pytest.mark.parametrize("error", [ConnectionError("tracker is\ndown"), SystemExit("no key"), None])
+def test_a_tracker_that_fails_or_hangs_is_named_once_and_ends_in_time(at, error):
+    lines, sink = [], Sink(at, error)
+    tracker = Tracker("wandb", sink, lines.append, capacity=5)
     for step in range(20):
         tracker.log(step, {"loss": 1.0})
-    tracker.close(timeout)
-    assert lines == ([f"wandb is off: {said}"] if said else [])
+    close_all([tracker], 60 if error else 0.2)
+    assert sink.abandoned.wait(60)
+    said = [line for line in lines if line.startswith("wandb is off: ")]
+    assert said == ["wandb is off: " + (f"{type(error).__name__}: {' '.join(str(error).split())}" if error else
+                                        "it did not finish within 5 s of the run's end; metrics.jsonl has every step")]
+
+
+def test_a_tracker_that_hangs_while_training_goes_on_is_switched_off():
+    lines, sink = [], Sink("log")
+    tracker = Tracker("wandb", sink, lines.append, patience=0.05)
+    end = time.monotonic() + 60
+    while not sink.abandoned.is_set():
+        tracker.log(1, {"loss": 1.0})
+        assert time.monotonic() < end
+    close_all([tracker], 60)
+    assert lines == ["wandb: http://here", "wandb is off: it has not answered for 0.05 s"]
+
+
+def test_trackers_that_lag_behind_lose_steps_and_never_the_end():
+    lines, sink = [], Sink()
+    tracker = Tracker("wandb", sink, lines.append)
+    for step in range(3):
+        tracker.log(step, {"loss": 1.0})
+    close_all([tracker], 60)
+    assert sink.taken == [0, 1, 2] and lines == ["wandb: http://here"] and not sink.abandoned.is_set()
 
 
 def test_each_rank_has_a_log_and_only_the_writer_a_console(tmp_path, capsys):

@@ -18,6 +18,7 @@ from megafour.kernels.attention_plain import PlainAttention
 from megafour.mesh import Launch
 from megafour.model.stage import attention_kernel
 from megafour.trainer.setup import choose_device
+from tests.test_run_folder import fake
 from tests.training import settings, write_corpus
 
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -138,3 +139,48 @@ def test_the_first_failure_is_shown_once_and_named(tmp_path, error, said):
     status = json.loads((tmp_path / "run" / "status.json").read_text())
     assert status["state"] == "failed" and status["step"] == 2
     assert ("interrupted" if error == "KeyboardInterrupt" else "planted fault") in status["reason"]
+
+
+@pytest.mark.parametrize(("words", "said"), [
+    (["model.vocab_size=100"], "error: model.vocab_size=100 is less than the tokenizer's 257 token ids"),
+    (["data.train=[{path: damaged}]"], "error: damaged.idx is no Megatron index"),
+    (["data.train=[{path: corpus}]", "data.seq_length=8192"], "tokens in 40 documents are fewer than one sample"),
+    (["data.train=[{path: corpus}, {path: other}]"], "error: other.json: made with another tokenizer"),
+    (["checkpoint.resume=3", "checkpoint.dir=saved"], "error: checkpoint.resume=3: saved has no whole checkpoint"),
+    (["checkpoint.init_from=saved"], "error: checkpoint.init_from=saved: saved is neither a whole checkpoint")])
+def test_check_refuses_what_a_start_would_refuse_of_the_files_that_are_there(command, capfd, tmp_path, monkeypatch,
+                                                                             words, said):
+    monkeypatch.chdir(tmp_path)
+    for name in ("corpus", "other"):
+        write_corpus(tmp_path / name)
+    (tmp_path / "other.json").write_text(
+        '{"tokenizer": {"kind": "bytes", "hash": "0", "vocab_size": 257, "eod_id": 1}}')
+    for name in ("damaged.idx", "damaged.bin"):
+        (tmp_path / name).write_bytes(b"no index at all, but of a length that would hold one")
+    (tmp_path / "saved").mkdir()
+    whole = ["data.tokenizer={kind: bytes}", "data.train=[{path: corpus}]", "data.seq_length=16"]
+    assert command(["--check", *whole]) == 0
+    assert "not checked" not in capfd.readouterr().out
+    assert command(["--check", *whole, *words]) in (1, 2)
+    err = capfd.readouterr().err
+    assert err.startswith("error: ") and err.count("\n") == 1 and said in err
+    assert command(["--check", *whole, "data.train=[{path: corpus}, {path: absent}]",
+                    "checkpoint.init_from=absent"]) == 0
+    out = capfd.readouterr().out
+    assert "note: not checked: absent.idx does not exist here" in out
+    assert "note: not checked: checkpoint.init_from=absent does not exist here" in out
+
+
+@pytest.mark.parametrize(("resume", "said"), [
+    ("7", "checkpoint.resume=7: runs/default/checkpoints has no whole checkpoint of that step"),
+    ("never", "checkpoint.resume=never, but runs/default/checkpoints holds checkpoints (steps 5)")])
+def test_a_resume_that_no_checkpoint_answers_is_exit_2_before_the_folder_is_touched(command, capfd, tmp_path,
+                                                                                   monkeypatch, resume, said):
+    monkeypatch.chdir(tmp_path)
+    write_corpus(tmp_path / "corpus")
+    fake(tmp_path / "runs" / "default" / "checkpoints", 5)
+    words = ["data.train=[{path: corpus}]", "model.vocab_size=64", "data.seq_length=16", "run.name=default"]
+    assert command([*words, f"checkpoint.resume={resume}"]) == 2
+    err = capfd.readouterr().err
+    assert err.startswith("error: ") and err.count("\n") == 1 and said in err
+    assert [path.name for path in (tmp_path / "runs" / "default").iterdir()] == ["checkpoints"]

@@ -202,6 +202,40 @@ def test_a_bad_gradient_on_one_rank_skips_the_step_everywhere(pool, folder, valu
     assert "step 3 skipped" in log
 
 
+def puzzled(rank: int, size: int, values: dict[str, Any], value: float, recurs: bool) -> int:
+    """Train; in the second step a gradient has that value on every rank, also when it is computed again if `recurs`."""
+    original = loop.train_step
+
+    def step_with_poison(state: Any, batches: Any, step: int, *rest: Any) -> Any:
+        if step == 1:
+            param = next(p for p in state.stage.parameters() if p.dim() == 1)
+            hook = param.register_hook(lambda grad: torch.full_like(grad, value))
+        result = original(state, batches, step, *rest)
+        if step == 1 and not recurs:
+            hook.remove()
+        return result
+
+    loop.train_step = step_with_poison
+    try:
+        return training.train(rank, size, values)
+    finally:
+        loop.train_step = original
+
+
+@pytest.mark.parametrize(("dp", "value", "recurs", "said"), [
+    (1, math.nan, False, "it did not recur when the step was computed again"),
+    (2, math.nan, False, "it did not recur when the step was computed again"),
+    (2, 2e38, True, "not finite in the sum over ranks only, where it overflows"),
+    (1, 2e38, True, "not finite in the sum over micro-batches only, where it overflows"),
+    (1, math.nan, True, "gradient of ")])
+def test_a_skipped_step_says_no_more_than_what_is_known(pool, folder, dp, value, recurs, said) -> None:
+    values = settings(folder, {"dp": dp}, train={"steps": 2, "micro_batch_size": 4, "precision": "fp32"})
+    assert pool.run(puzzled, dp, values, value, recurs) == [0] * dp
+    log = (folder / "run" / "logs" / "rank-0.log").read_text()
+    line = next(line for line in log.splitlines() if "step 2 skipped" in line)
+    assert line.partition("gradient norm ")[2].partition("; ")[2].startswith(said), line
+
+
 def test_stops_after_too_many_skipped_steps(pool, folder) -> None:
     values = settings(folder, {"dp": 2}, train={"max_skipped_steps": 3})
     assert [code for code, _ in pool.run(poisoned, 2, values, math.nan, list(range(2, 13)))] == [1, 1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +26,9 @@ class Waits:
     """What it waits for; None while it computes."""
     seconds: float = 0.0
     """Waited and moved on the host since `take`."""
+    without_core: Callable[[], float] | None = field(default=None, repr=False)
+    """Seconds for which this thread has waited for a core so far; what falls into a wait is taken out of `seconds`, so
+    that whoever subtracts both from a step subtracts nothing twice. None: not taken."""
     on_device: bool = False
     """Take the times on the GPU's stream: there the host posts a collective and runs on."""
     spans: list[tuple[Any, Any]] = field(default_factory=list, repr=False)
@@ -61,11 +65,15 @@ class Wait:
         self.waits, self.primitive, self.axis, self.ranks, self.entry = waits, primitive, axis, ranks, entry
         self.since = 0.0
         self._outer: Wait | None = None
+        self._without_core = 0.0
         self._begin: Any = None
 
     def __enter__(self) -> Wait:
+        outer = self.waits.now
+        if outer is None and self.waits.without_core is not None:
+            self._without_core = self.waits.without_core()
         self.since = time.perf_counter()
-        self._outer, self.waits.now = self.waits.now, self
+        self._outer, self.waits.now = outer, self       # from here on the hang watch sees it
         if self.waits.on_device:
             self._begin = _mark()
         return self
@@ -78,6 +86,8 @@ class Wait:
             self.entry.seconds += seconds
         if waits.now is None:       # the outer one counts for both
             waits.seconds += seconds
+            if waits.without_core is not None:
+                waits.seconds -= waits.without_core() - self._without_core
             if self._begin is not None:
                 waits.spans.append((self._begin, _mark()))
         self._begin = None

@@ -221,7 +221,8 @@ class LoggingConfig(Section):
     """Write TensorBoard files, where its package is installed."""
 
     wandb: Text | None = None
-    """Project in Weights & Biases. Null: off. A tracker that fails never stops a run."""
+    """Project in Weights & Biases. Null: off. It runs in a process of its own: one that fails or hangs never stops or
+    holds a run, and has five seconds to finish after the run has."""
 
     traffic: bool = False
     """Count calls, bytes and time of each primitive on each axis; log them beside the bytes that formulas predict."""
@@ -235,8 +236,8 @@ class LoggingConfig(Section):
     """Step, counted from 1, whose torch profiler trace is written to the run's folder. Null: none."""
 
     slow_ranks: Index = 100
-    """Steps over which each rank's own time (a step without the waits for other ranks) is taken and compared; one that
-    is a fifth above the median of the ranks with the same work is named in a line. 0: never."""
+    """Steps over which each rank's own time (a step without the waits for other ranks, or for a core) is taken and
+    compared; one that is a fifth above the median of the ranks with the same work is named in a line. 0: never."""
 
     parameter_norms: Index = 0
     """Steps between lines with the norm of every parameter and gradient. 0: never."""

@@ -16,10 +16,12 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
+from megafour.data import fingerprint
 from megafour.data.batch import PAD
 from megafour.data.description import check_tokenizer
 from megafour.data.errors import DataError
@@ -62,6 +64,12 @@ class Source:
         self._key = address(self._seed, number)
         # of one epoch; replaced whole, so that threads that read ahead never mix two
         self._order = (0, self._permutation(0))
+
+    @cached_property
+    def identity(self) -> dict[str, Any]:
+        """What tells this source from one that is written later under its name, ready for JSON."""
+        return dict(path=self.data.prefix, tokens=self.num_tokens, documents=self.data.num_documents,
+                    content=fingerprint.content(self.data), description=fingerprint.description(self.data.prefix))
 
     def _too_small(self, documents: int) -> str:
         if self.num_tokens == 0:

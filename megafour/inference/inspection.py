@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megafour.checkpoint import folder as checkpoints
-from megafour.checkpoint import huggingface, store
+from megafour.checkpoint import huggingface
 from megafour.checkpoint.reading import CheckpointReader
 from megafour.checkpoint.safetensors_file import DTYPES, SafetensorsFolder
 from megafour.config.errors import ConfigError
@@ -22,7 +22,7 @@ from megafour.config.rules import resolve, smallest_world
 from megafour.config.schema import Config
 from megafour.config.yaml_text import one_line
 from megafour.cost.describe import describe, model_words
-from megafour.inference.load import find_model, huggingface_values, vocabulary_of
+from megafour.inference.load import find_models, first_whole, huggingface_values, vocabulary_of
 from megafour.model.shapes import logical_shapes
 from megafour.parallel.context import balance
 
@@ -42,7 +42,7 @@ class Held:
         Raises:
             CheckpointError, ConfigError: for a folder that is damaged or cannot be read alike.
         """
-        self.folder = find_model(path)
+        self.folder = first_whole(find_models(path), None)      # a flipped bit shows in no norm
         self.read: Callable[[str], Tensor]
         if checkpoints.is_huggingface(self.folder):
             self.config = resolve(load_config(None, None, huggingface_values(self.folder)), 1, data=False)
@@ -54,7 +54,6 @@ class Held:
             self.read = lambda key: weights.whole(key.removeprefix("weights/"), self.tensors[key][0])
             self.state: dict[str, Any] = {}
         else:
-            store.verify(self.folder, None)     # a flipped bit shows in no norm, or as any error of the reader
             reader = CheckpointReader(self.folder)
             self.config, self.state = load_config(str(self.folder / "config.yaml")), checkpoints.read_state(self.folder)
             self.tensors, self.read = reader.tensors, reader.read

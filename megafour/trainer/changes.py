@@ -15,7 +15,7 @@ from megafour.config.load import to_yaml
 from megafour.config.schema import Config
 from megafour.config.yaml_text import one_line
 from megafour.data.dataset import Datasets
-from megafour.data.progress import changed
+from megafour.data.progress import changed, rewritten_sets, without_checksums
 
 MEANING = ("model", "run.seed", "data.train", "data.split", "data.seq_length", "data.document_mask", "data.tokenizer")
 """Keys and sections without which the rest of the run would be another run's."""
@@ -45,17 +45,20 @@ def check_changes(path: Path, config: Config, datasets: Datasets, allowed: Colle
         path: the checkpoint.
         allowed: keys or sections whose change this one launch allows.
     Returns:
-        a line for each change that is worth one.
+        a line for each change that is worth one, and for what cannot be compared.
     Raises:
         CheckpointError: the checkpoint's settings cannot be read.
         ConfigError: naming every setting, with its old and new value, that changes what the run means.
     """
-    found = [one for one in _differences(_saved_config(path), yaml.safe_load(to_yaml(config)))
+    saved = _saved_config(path)
+    found = [one for one in _differences(saved, yaml.safe_load(to_yaml(config)))
              if not one[0].startswith("data.train")]
     state = checkpoints.read_state(path)
+    _check_optimizer(path, saved, config)
     if "data" in state:
         blend = changed(datasets.train, state["data"])
         found += [("data.train", blend)] if blend else []
+    notes = _notes(datasets, state)
     hashes = state.get("tokenizer"), datasets.tokenizer
     if all(hashes):     # the tokenizer itself counts, not where it lies
         found = [one for one in found if not _within(one[0], "data.tokenizer")]
@@ -67,8 +70,29 @@ def check_changes(path: Path, config: Config, datasets: Datasets, allowed: Colle
         raise ConfigError(f"{path} was saved with other settings, and this would go on as another run: "
                           f"{'; '.join(f'{key}: {text}' for key, text in refused)}; set them as they were, or give "
                           f"`{fix}` to this launch")
-    return [f"changed since the checkpoint: {key}: {text}" for key, text in found
-            if not any(_within(key, part) for part in SILENT)]
+    return [*(f"changed since the checkpoint: {key}: {text}" for key, text in found
+              if not any(_within(key, part) for part in SILENT)), *notes]
+
+
+def _notes(datasets: Datasets, state: dict[str, Any]) -> list[str]:
+    """Lines on data that is not compared, and on validation data, whose change is no reason to refuse a run."""
+    bare = without_checksums(state["data"]) if "data" in state else []
+    notes = [f"note: the checkpoint carries no checksum of {', '.join(bare)}: a rewrite that keeps the number of "
+             f"tokens would go unnoticed"] if bare else []
+    return notes + [f"changed since the checkpoint: data.valid.{name}: {text}; valid_loss/{name} before and after "
+                    f"cannot be compared" for name, text in rewritten_sets(datasets.valid, state.get("valid") or {})]
+
+
+def _check_optimizer(path: Path, saved: dict[str, Any], config: Config) -> None:
+    """Refuse another optimizer, whose state the checkpoint does not hold: no leave makes it loadable.
+
+    Raises:
+        ConfigError: naming both, and how a run goes on from the weights alone.
+    """
+    old, new = (saved.get("optimizer") or {}).get("name"), config.optimizer.name
+    if old is not None and old != new:
+        raise ConfigError(f"optimizer.name={new}, but {path} holds the state of {old}; set optimizer.name={old}, or "
+                          f"start another run from its weights: checkpoint.init_from={path} with another run.dir")
 
 
 def _saved_config(path: Path) -> dict[str, Any]:

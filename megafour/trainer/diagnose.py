@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 
 import torch
@@ -9,15 +10,17 @@ import torch
 from megafour.comm.objects import gather_objects
 from megafour.data.batch import MicroBatch
 from megafour.parallel.data.bucket import Bucket
+from megafour.parallel.data.buckets import sync_replicated
 from megafour.parallel.pieces import named_pieces, pieces_of
-from megafour.trainer.step import TrainState, count_valid_tokens, forward_backward
+from megafour.trainer.step import TrainState, count_valid_tokens, forward_backward, sum_over_world
 
 
 def not_finite(state: TrainState, batches: list[MicroBatch], step: int) -> str:
     """Name the first tensor, rank and samples whose gradient is not finite, alike on all ranks.
 
     After the reduction every rank holds the sum, so the step's passes are run once more without it: the dropout bits
-    are addressed, so they give the same values. Each micro-batch is run alone, to tell the samples apart.
+    are addressed, so they give the same values. Each micro-batch is run alone, to tell the samples apart. Where that
+    finds nothing the step is computed as it was, with the sums, to tell what only they make from what does not recur.
     """
     mine: tuple[str, str, list[int]] | None = None
     for batch in batches:
@@ -30,13 +33,28 @@ def not_finite(state: TrainState, batches: list[MicroBatch], step: int) -> str:
         if name is not None and mine is None:
             mine = (state.mesh.describe(), name, batch.samples.tolist())
     found = gather_objects(mine, state.mesh.group("world"))
-    state.buckets.zero()
     named = [f for f in found if f is not None]
-    if not named:
-        return "not finite after the reduction only (an overflow of the sum over ranks)"
+    again = None if named else _again(state, batches, step)
+    state.buckets.zero()
+    if again is not None:
+        return again
     rank, name, samples = named[0]
     more = f", and {len(named) - 1} more ranks" if len(named) > 1 else ""
     return f"gradient of {name} on {rank}, samples {', '.join(map(str, samples))}{more}"
+
+
+def _again(state: TrainState, batches: list[MicroBatch], step: int) -> str:
+    """What computing the step again says, where no rank's gradient of any micro-batch is not finite."""
+    loss = forward_backward(state, batches, step, count_valid_tokens(batches, state.mesh))
+    state.buckets.finish_reduction()
+    sync_replicated(state.buckets.buckets, state.groups)
+    total, norm, _ = sum_over_world(state, loss, 0.0)
+    if not math.isfinite(norm):
+        what = "ranks" if state.mesh.world > 1 else "micro-batches"
+        return f"not finite in the sum over {what} only, where it overflows"
+    if not math.isfinite(total):
+        return "the loss alone is not finite, every gradient is finite"
+    return "it did not recur when the step was computed again"
 
 
 def _look(bad: set[str], bucket: Bucket) -> None:

@@ -312,7 +312,9 @@ class Run:
         small = small_state(self.state, progress.step, progress.consumed_samples, progress.consumed_tokens,
                             progress.skipped_steps)
         small.update(skipped_in_a_row=progress.skipped_in_a_row, tokenizer=self.datasets.tokenizer,
-                     data=positions(self.datasets.train, progress.consumed_samples))
+                     data=positions(self.datasets.train, progress.consumed_samples),
+                     valid={name: [source.identity for source in dataset.sources]
+                            for name, dataset in self.datasets.valid.items()})
         if not self.saver.save(progress.step, logical_tensors(self.state), small, files, unless):
             return False
         self.saved_step = progress.step

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import traceback
 from collections.abc import Collection
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 
 import torch
@@ -20,8 +20,9 @@ from megafour.config.rules import resolve, smallest_world
 from megafour.config.schema import Config
 from megafour.cost.describe import describe
 from megafour.data.dataset import Datasets, build_datasets
-from megafour.data.description import tokenizer_info
+from megafour.data.description import check_tokenizer, tokenizer_info
 from megafour.data.errors import DataError, NoSuchFile
+from megafour.data.indexed import IndexedDataset, strip_suffix
 from megafour.data.tokenizer import Tokenizer, TokenizerInfo, load_tokenizer
 from megafour.mesh import Mesh
 from megafour.parallel.pipeline.select import check_pipeline
@@ -56,7 +57,8 @@ def check(path: str | None, overrides: list[str], world: int | None) -> int:
     """Validate and resolve without launching; prints what the run would be.
 
     The number of ranks is `world`, else that of the launch, else the fewest that the mesh takes. A launch that could
-    not start is said, and not refused: nothing is launched here.
+    not start is said, and not refused: nothing is launched here. What the config names is checked as a start would
+    check it where it is there; a config may be checked on a machine without its data.
     """
     launch = Launch()
     try:
@@ -69,10 +71,50 @@ def check(path: str | None, overrides: list[str], world: int | None) -> int:
         ranks = world or (launch.world if launch.world > 1 else smallest_world(config))
         config = resolve(config, ranks)
         check_pipeline(config)
+        notes = check_files(config, ranks)
         print(describe(config))
+        for note in notes:
+            print(f"note: not checked: {note}")
     except ConfigError as error:
         return refuse(error, launch, 2)
+    except DataError as error:
+        return refuse(error, launch, 2 if isinstance(error, NoSuchFile) else 1)
+    except OSError as error:
+        if error.errno is None:
+            raise
+        return refuse(error, launch, 1)
     return 0
+
+
+def check_files(config: Config, world: int) -> list[str]:
+    """Refuse what a start would refuse of the files that the config names, as far as they are on this machine.
+
+    Returns:
+        a line for each that is not.
+    Raises:
+        ConfigError, DataError: as `run` meets them.
+    """
+    entries = [*config.data.train, *(entry for entries in config.data.valid.values() for entry in entries)]
+    here = [entry.path for entry in entries if Path(f"{strip_suffix(entry.path)}.idx").exists()]
+    notes = [f"{entry.path}.idx does not exist here" for entry in entries if entry.path not in here]
+    try:
+        _, info = open_tokenizer(config)
+    except NoSuchFile as error:
+        return [*notes, str(error)]
+    config = resolve(config.replace({"model.vocab_size": vocabulary(config, info)}), world)
+    if len(here) == len(entries):
+        build_datasets(config, info)
+    else:
+        for path in here:
+            check_tokenizer(IndexedDataset(path).prefix, info)
+    start = config.checkpoint.init_from
+    if start is None or Path(start).exists():
+        check_start(config, info.hash)
+    else:
+        notes.append(f"checkpoint.init_from={start} does not exist here")
+    if Path(config.checkpoint_dir).exists():
+        check_resume(config)
+    return notes
 
 
 def run(path: str | None, overrides: list[str], launch: Launch, stop: StopRequest,
@@ -104,12 +146,13 @@ def run(path: str | None, overrides: list[str], launch: Launch, stop: StopReques
             raise
         stop.restore()      # of several ranks that say the same most wait: torchrun's signal may end them
         return refuse(error, launch, 2 if isinstance(error, ConfigError | NoSuchFile) else 1)
-    try:
-        return train(config, launch, device, tokenizer, datasets, stop, allowed) or 0
-    except Exception:
-        if "TORCHELASTIC_ERROR_FILE" not in os.environ:
-            raise
-        return 1        # `record` has told torchrun, which shows the first rank's traceback, once
+    with ExitStack() as afterwards:
+        try:
+            return train(config, launch, device, tokenizer, datasets, stop, allowed, afterwards) or 0
+        except Exception:
+            if "TORCHELASTIC_ERROR_FILE" not in os.environ:
+                raise
+            return 1        # `record` has told torchrun, which shows the first rank's traceback, once
 
 
 def open_tokenizer(config: Config) -> tuple[Tokenizer | None, TokenizerInfo]:
@@ -134,8 +177,11 @@ def vocabulary(config: Config, info: TokenizerInfo) -> int:
 
 @record
 def train(config: Config, launch: Launch, device: torch.device, tokenizer: Tokenizer | None,
-          datasets: Datasets, stop: StopRequest, allowed: Collection[str] = ()) -> int:
-    """Join the world and train. What one line explains ends with that line; anything else with its traceback."""
+          datasets: Datasets, stop: StopRequest, allowed: Collection[str], afterwards: ExitStack) -> int:
+    """Join the world and train. What one line explains ends with that line; anything else with its traceback.
+
+    `afterwards` takes what may take a few seconds and need not hold other ranks, status.json or torchrun's report.
+    """
     if device.type == "cpu":
         keep_heap()
     try:
@@ -144,30 +190,33 @@ def train(config: Config, launch: Launch, device: torch.device, tokenizer: Token
         if stop.reason is not None:
             if launch.rank == 0:
                 leave_preempted(Path(config.run_dir), f"{stop.reason}, before all ranks had come")
+            stop.ignore()
             return 0
         stop.restore()
         return refuse(error, launch, 1)
-    code = train_on(build_mesh(config, device), config, launch, tokenizer, datasets, allowed, stop)
+    code = train_on(build_mesh(config, device), config, launch, tokenizer, datasets, allowed, stop, afterwards)
     stop_distributed()
     return code
 
 
 def train_on(mesh: Mesh, config: Config, launch: Launch, tokenizer: Tokenizer | None, datasets: Datasets,
-             allowed: Collection[str] = (), listening: StopRequest | None = None) -> int:
+             allowed: Collection[str] = (), listening: StopRequest | None = None,
+             afterwards: ExitStack | None = None) -> int:
     """Train on a mesh that is there already; returns the exit code.
 
     From the first thing that it does until it has said how it ended a signal to stop only sets a flag: torchrun sends
-    one as soon as a rank has died, and the others have yet to write why. `listening`: heard signals before, and goes on
-    to; without it they are listened for in this call alone.
+    one as soon as a rank has died, and the others have yet to write why. From then on the process ignores it.
+    `listening`: heard signals before, and goes on to; without it they are listened for from this call on.
     """
     early = listening is not None and listening.reason is not None
-    with nullcontext(listening) if listening is not None else StopRequest() as stop:
+    with ExitStack() as own, nullcontext(listening) if listening is not None else StopRequest() as stop:
         stop.watch(Path(config.run_dir) / STOP_FILE if mesh.rank == 0 else None, StopRequest.torchrun())
-        return _train_until(stop, early, mesh, config, launch, tokenizer, datasets, allowed)
+        return _train_until(stop, early, mesh, config, launch, tokenizer, datasets, allowed, afterwards or own)
 
 
 def _train_until(stop: StopRequest, early: bool, mesh: Mesh, config: Config, launch: Launch,
-                 tokenizer: Tokenizer | None, datasets: Datasets, allowed: Collection[str]) -> int:
+                 tokenizer: Tokenizer | None, datasets: Datasets, allowed: Collection[str],
+                 afterwards: ExitStack) -> int:
     """As `train_on`, with what tells whether the run was asked to stop; `early`: it was before all ranks had come."""
     device = mesh.device
     try:
@@ -177,11 +226,18 @@ def _train_until(stop: StopRequest, early: bool, mesh: Mesh, config: Config, lau
         return refuse(error, launch, 1)
     try:
         log = RankLog(folder.logs, mesh.rank, where=mesh.describe())
-    except OSError as error:
+    except OSError as error:        # of this rank alone: the others learn of it by its end
         stop.restore()
-        first = folder.fail(0, str(error))
+        refused = CheckpointError(f"{mesh.describe()}: its log cannot be opened: {error}")
+        first = folder.fail(0, str(refused))
         folder.close()
-        return say_refusal(error, 1) if first else 1
+        return say_refusal(refused, 1) if first else 1
+    afterwards.callback(log.close)
+    if folder.stopped is not None:
+        log.say(folder.stopped)
+        folder.close()
+        stop.ignore()
+        return 0
     for note in folder.notes:
         log.say(note)
     if _on_any_rank(early, mesh):
@@ -189,7 +245,7 @@ def _train_until(stop: StopRequest, early: bool, mesh: Mesh, config: Config, lau
         folder.status("preempted", folder.step, asked)
         log.say(f"preempted by {asked} before the first step; nothing to save")
         folder.close()
-        log.close()
+        stop.ignore()
         return 0
     training: Run | None = None
     watch: HangWatch | None = None
@@ -203,7 +259,7 @@ def _train_until(stop: StopRequest, early: bool, mesh: Mesh, config: Config, lau
             watch = HangWatch(mesh, folder.logs, config.run.timeout_seconds, hung)
         training = Run(config, build_state(config, mesh, int(config.model.vocab_size)), datasets, tokenizer,
                        log=log, stop_asked=stop.asked, peak_tflops=peak_tflops(config, device), watch=watch)
-        outcome = _start_and_train(training, folder, allowed)
+        outcome = _start_and_train(training, folder, allowed, afterwards)
         reason = (stop.reason or "a signal on another rank") if outcome == "preempted" else None
         folder.status(outcome, training.saved_step, reason)
         log.say(f"{outcome} after step {training.progress.step}{f' by {reason}' if reason else ''}, saved in "
@@ -212,7 +268,8 @@ def _train_until(stop: StopRequest, early: bool, mesh: Mesh, config: Config, lau
         gone = lost(watch.peers, error) if watch is not None else None
         first = folder.fail(training.progress.step if training else 0, f"{f'{gone}; ' if gone else ''}{error}")
         log.note(f"error: {error}")
-        stop.restore()      # of several ranks that say the same most wait: torchrun's signal may end them
+        if launch.local_rank:
+            stop.restore()      # of several ranks that say the same most wait: torchrun's signal may end them
         if isinstance(error, DataError):    # not alike on all ranks, as the others are: who meets it first says it
             return say_refusal(error, 1) if first else 1
         return refuse(error, launch, 2 if isinstance(error, ConfigError) else 1)
@@ -240,7 +297,7 @@ def _train_until(stop: StopRequest, early: bool, mesh: Mesh, config: Config, lau
         if watch is not None:
             watch.close()
         folder.close()
-        log.close()
+        stop.ignore()
     return 0
 
 
@@ -250,7 +307,7 @@ def _on_any_rank(flag: bool, mesh: Mesh) -> bool:
     return bool(on_host(control_sum(mine, mesh, "world"), mesh))
 
 
-def _start_and_train(training: Run, folder: RunFolder, allowed: Collection[str]) -> str:
+def _start_and_train(training: Run, folder: RunFolder, allowed: Collection[str], afterwards: ExitStack) -> str:
     """Resume or start, then train; returns the outcome."""
     config = training.config
     if folder.resume_from is not None:
@@ -267,10 +324,8 @@ def _start_and_train(training: Run, folder: RunFolder, allowed: Collection[str])
     folder.begin(training.progress.step, config)
     training.log.say(describe(config))
     training.metrics = Metrics(folder.path, config, training.log, start_step=training.progress.step)
-    try:
-        return training.train()
-    finally:
-        training.metrics.close()
+    afterwards.callback(training.metrics.close)
+    return training.train()
 
 
 PEAK_TFLOPS = {"H200": 989.0, "H100 PCIe": 756.0, "H100": 989.0, "B200": 2250.0, "A100": 312.0, "L40S": 362.0,

@@ -11,7 +11,7 @@ from typing import Any
 from megafour.config.file_system import naming
 from megafour.config.schema import Config
 from megafour.trainer.logs import RankLog
-from megafour.trainer.trackers import TensorBoard, Tracker, Wandb
+from megafour.trainer.trackers import TensorBoard, Tracker, Wandb, close_all
 
 KEYS = ("step", "time", "loss", "grad_norm", "lr", "consumed_tokens", "consumed_samples", "tokens_per_second",
         "tokens_per_second_per_gpu", "step_seconds", "mfu", "peak_memory_bytes", "skipped_steps")
@@ -40,12 +40,11 @@ class Metrics:
         self._file = open(folder / "metrics.jsonl", "a", buffering=1, encoding="utf-8")
         self._bar = log.progress_bar(self._total, start_step)
         if config.logging.tensorboard:
-            self._trackers.append(Tracker(
-                "TensorBoard", lambda: TensorBoard(folder / "tensorboard", start_step), log.say))
+            self._trackers.append(Tracker("TensorBoard", TensorBoard(folder / "tensorboard", start_step), log.say))
         project = config.logging.wandb
         if project is not None:
-            self._trackers.append(Tracker(
-                "wandb", lambda: Wandb(project, config.run.name, folder, config.model_dump()), log.say))
+            sink = Wandb(project, config.run.name, folder, config.model_dump(mode="json"))
+            self._trackers.append(Tracker("wandb", sink, log.say))
 
     def write(self, values: Mapping[str, Any]) -> None:
         """Take one step's numbers: the keys of KEYS, and `valid_loss/NAME`. What is not finite becomes null."""
@@ -75,12 +74,11 @@ class Metrics:
             self._log.show(text)
 
     def close(self) -> None:
-        """Finish the files and the trackers."""
+        """Close metrics.jsonl, and let the trackers finish for a few seconds: say how the run ended before that."""
         if self._file is not None:
             self._file.close()
             self._file = None
-        for tracker in self._trackers:
-            tracker.close()
+        close_all(self._trackers)
         self._trackers.clear()
 
 

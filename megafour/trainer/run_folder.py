@@ -22,6 +22,7 @@ from megafour.config.schema import Config
 from megafour.data.dataset import Datasets
 from megafour.trainer.changes import check_changes
 from megafour.trainer.lock import RunLock
+from megafour.trainer.peers import started
 
 T = TypeVar("T")
 STOP_FILE = "stop"
@@ -39,10 +40,12 @@ class RunFolder:
     locks: list[RunLock]
     """Held by the first rank: of the folder, and of that with the checkpoints. None on the others."""
     group: ProcessGroup | None
+    stopped: str | None = None
+    """Why this start must not train: torchrun has started it again after the run had been stopped; None otherwise."""
     notes: list[str] = field(default_factory=list)
     """Lines that the log should have: checkpoints that were skipped because they are damaged."""
     step: int = 0
-    """What status.json had when the folder was opened: the step of the run before."""
+    """The step in status.json when the folder was opened: that of the run before."""
 
     @property
     def logs(self) -> Path:
@@ -123,8 +126,9 @@ class RunFolder:
 def open_run_folder(config: Config, group: ProcessGroup | None) -> RunFolder:
     """Lock the run's folder and find where to resume from. Every rank calls it together.
 
-    From here on status.json speaks of this run: one that ends before its first step must not leave the `preempted` of
-    the run before it, which would have it queued again for ever.
+    Once it holds the folder's lock status.json speaks of this run: one that ends before its first step (a full disk, a
+    folder that a node does not see) must not leave the `preempted` of the run before it, which would have it queued
+    again for ever. A start that is refused before leaves it as it was.
 
     Args:
         config: resolved; run.dir, checkpoint.dir and checkpoint.resume count.
@@ -134,31 +138,37 @@ def open_run_folder(config: Config, group: ProcessGroup | None) -> RunFolder:
         checkpoint as checkpoint.resume asks for.
     """
     path, saved = Path(config.run_dir), Path(config.checkpoint_dir)
-    for shared in dict.fromkeys((path, saved)):
-        checkpoints.check_shared(shared, group)
     locks: list[RunLock] = []
 
-    def work() -> tuple[list[Path], int]:
-        (path / "logs").mkdir(exist_ok=True)
+    def take() -> str | None:
+        (path / "logs").mkdir(parents=True, exist_ok=True)
         locks.append(RunLock(path / "lock").acquire())
+        stopped = stopped_before(read_status(path))
+        if stopped is None:
+            write_status(path, "running", _step_of(path))
+        return stopped
+
+    def look() -> list[Path]:
         if saved.resolve() != path.resolve():   # a run with another run.dir may save there, and tidy what this writes
             locks.append(RunLock(saved / "lock", key="checkpoint.dir", beside=locks[0]).acquire())
         checkpoints.tidy(saved)
-        step = int(read_status(path).get("step") or 0)
-        write_status(path, "running", step)
-        return resume_points(saved, config.checkpoint.resume), step
+        return resume_points(saved, config.checkpoint.resume)
 
     try:
-        points, step = first_does(work, group, f"opening {path}")
-        resume_from, notes = newest_whole(points, group)
+        stopped = first_does(take, group, f"opening {path}")
+        if stopped is not None:
+            return RunFolder(path, saved, None, locks, group, stopped)
+        for shared in dict.fromkeys((path, saved)):
+            checkpoints.check_shared(shared, group)
+        resume_from, notes = newest_whole(first_does(look, group, f"opening {saved}"), group)
     except CheckpointError as error:
         if locks:
             with contextlib.suppress(OSError):      # a full disk must not take the place of the error itself
-                write_status(path, "failed", int(read_status(path).get("step") or 0), str(error))
+                write_status(path, "failed", _step_of(path), str(error))
         for lock in locks:
             lock.release()
         raise
-    return RunFolder(path, saved, resume_from, locks, group, notes, step)
+    return RunFolder(path, saved, resume_from, locks, group, notes=notes, step=_step_of(path))
 
 
 def leave_preempted(path: Path, reason: str) -> None:
@@ -167,23 +177,46 @@ def leave_preempted(path: Path, reason: str) -> None:
         path.mkdir(parents=True, exist_ok=True)
         lock = RunLock(path / "lock").acquire()
         try:
-            write_status(path, "preempted", int(read_status(path).get("step") or 0), reason)
+            write_status(path, "preempted", _step_of(path), reason)
         finally:
             lock.release()
 
 
+def _step_of(path: Path) -> int:
+    """The step that status.json speaks of; 0 where it says nothing."""
+    return int(read_status(path).get("step") or 0)
+
+
+def stopped_before(status: dict) -> str | None:
+    """Why a rank that torchrun has started again must not train; None: it may.
+
+    Once the run was asked to stop and has said so, whatever fails afterwards (an exit hook, say) makes torchrun start
+    the ranks again. That start belongs to the launch that was to stop; another launch, requeued say, goes on.
+    """
+    again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    if status.get("state") != "preempted" or not again or status.get("launch") != launch_name():
+        return None
+    return (f"the run was stopped in this launch, after step {status['step']} by {status.get('reason')}: started again "
+            f"by torchrun, it does not train on")
+
+
+def launch_name() -> str | None:
+    """Tells this launch from others: the torchrun that starts the ranks again; None without one."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return None
+    return f"{os.environ['TORCHELASTIC_RUN_ID']} {os.getppid()} {started(os.getppid())}"
+
+
 def check_resume(config: Config) -> None:
-    """Refuse a path in checkpoint.resume that leads to no checkpoint, before any process group exists.
+    """Refuse a checkpoint.resume that leads to no checkpoint, or that forbids one, before any process group exists.
 
     Raises:
-        ConfigError: naming the path.
+        ConfigError: naming the value, and what there is.
     """
-    resume = config.checkpoint.resume
-    if isinstance(resume, str) and resume not in ("auto", "never") and not resume.isdecimal():
-        try:
-            checkpoints.find_all(Path(resume))
-        except CheckpointError as error:
-            raise ConfigError(f"checkpoint.resume={resume}: {error}") from None
+    try:
+        resume_points(Path(config.checkpoint_dir), config.checkpoint.resume)
+    except CheckpointError as error:
+        raise ConfigError(str(error)) from None
 
 
 def resume_points(folder: Path, resume: int | str) -> list[Path]:
@@ -286,10 +319,11 @@ def write_config(folder: Path, text: str) -> None:
 
 
 def write_status(folder: Path, state: str, step: int, reason: str | None = None) -> None:
-    """Write status.json: `state`, `step`, `reason`, and when it was written (seconds since 1970)."""
+    """Write status.json: `state`, `step`, `reason`, when it was written (seconds since 1970), and by which launch."""
     if state not in STATES:
         raise ValueError(f"{state} is none of {STATES}")
-    _replace(folder / "status.json", json.dumps({"state": state, "step": step, "reason": reason, "time": time.time()}))
+    _replace(folder / "status.json", json.dumps({"state": state, "step": step, "reason": reason, "time": time.time(),
+                                                 "launch": launch_name()}))
 
 
 def read_status(folder: Path) -> dict:

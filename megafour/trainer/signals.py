@@ -10,12 +10,15 @@ from types import FrameType, TracebackType
 from typing import Any
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+"""Those that ask a run to stop."""
 
 
 class StopRequest:
     """Whether this process was asked to stop; a context manager, which restores the former handlers.
 
     The handler only sets a flag: a signal may come in the middle of a collective. Ranks agree at the end of the step.
+    A run that has said how it ended calls `ignore`: whoever asks again must not turn its exit code into the signal's,
+    which torchrun takes for a failure and starts it again.
     """
 
     def __init__(self, stop_file: Path | None = None, look_every: float = 1.0, launcher: int | None = None) -> None:
@@ -54,6 +57,13 @@ class StopRequest:
         for number, former in self._former.items():
             signal.signal(number, former if former is not None else signal.SIG_DFL)
         self._former.clear()
+
+    def ignore(self) -> None:
+        """Ignore these signals, and Ctrl-C, until the process is gone; without effect after `restore`."""
+        if self._former:
+            self._former.clear()
+            for number in (*SIGNALS, signal.SIGINT):
+                signal.signal(number, signal.SIG_IGN)
 
     @staticmethod
     def torchrun() -> int | None:

@@ -1,8 +1,10 @@
-"""A pool of local gloo ranks, forked once from a clean process, on which functions run as one world after another.
+"""A pool of local gloo ranks, forked from a clean process, on which functions run as one world after another.
 
 Starting a rank costs seconds (importing torch), forking one costs milliseconds, and a process that has run a threaded
 tensor operation cannot be forked safely: its children hang. So the ranks are forked from a process of their own that
-has imported torch and done nothing else, whatever the caller has done before.
+has imported torch and done nothing else, whatever the caller has done before. The ranks of a call that failed are
+replaced by newly forked ones: what a failure left in a process (half-closed connections, threads of gloo) made a later
+call hang.
 """
 
 from __future__ import annotations
@@ -39,6 +41,9 @@ START = 300.0
 GRACE = 10.0
 """Seconds that the other ranks get to end, once one rank has failed or is done."""
 
+NUMBER = 2
+"""Bytes in which the caller tells the server a rank's number, with the rank's socket."""
+
 LEAVE = b"leave"
 """What the caller says to the ranks once all are done. One that left earlier would close its connections under a peer
 that is still making the other end of one, and that fails with `Connection closed by peer`."""
@@ -56,13 +61,15 @@ class Pool:
     """`size` ranks that wait for work; started at the first `run` (or by `start`), ended by `close`.
 
     A rank runs with one thread. What a function changes of its process stays there for later calls, except for the
-    environment, the working folder, torch's default dtype and its thread count.
+    environment, the working folder, the handlers of SIGTERM and SIGUSR1, torch's default dtype and its thread count.
+    A call that fails replaces every rank.
     """
 
     def __init__(self, size: int = 16, preload: Iterable[str] = PRELOAD):
         self.size = size
         self.preload = tuple(preload)
         self._server: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
         self._ranks: list[Connection] = []
         self._pids: list[int] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
@@ -79,18 +86,17 @@ class Pool:
         if self._server is not None:
             return
         self._folder = tempfile.TemporaryDirectory(prefix="megafour-pool-")
-        pairs = [socket.socketpair() for _ in range(self.size)]
-        self._ranks = [Connection(ours.detach()) for ours, _ in pairs]
-        fds = [theirs.fileno() for _, theirs in pairs]
+        self._control, theirs = socket.socketpair()
         code = "import sys, pickle; sys.path[:] = pickle.loads(bytes.fromhex(sys.argv[1])); " \
                "from megafour.verify.pool import serve; serve(*pickle.loads(bytes.fromhex(sys.argv[2])))"
-        arguments = [pickle.dumps(sys.path).hex(), pickle.dumps((fds, self.preload, self._folder.name)).hex()]
+        arguments = [pickle.dumps(sys.path).hex(),
+                     pickle.dumps((theirs.fileno(), self.preload, self._folder.name)).hex()]
         env = {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}    # local ranks need no host name
         env = {**env, **os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-        self._server = subprocess.Popen([sys.executable, "-c", code, *arguments], pass_fds=fds, env=env,
+        self._server = subprocess.Popen([sys.executable, "-c", code, *arguments], pass_fds=[theirs.fileno()], env=env,
                                         start_new_session=True)
-        for _, theirs in pairs:
-            theirs.close()
+        theirs.close()
+        self._fork()
 
     def run(self, fn: Callable[..., Any], world: int, *args: Any, timeout: float = 300,
             backend: str = "gloo") -> list[Any]:
@@ -113,29 +119,53 @@ class Pool:
         store = str(Path(self._folder.name) / f"store-{self._calls}")
         where = (os.getcwd(), list(sys.path))
         task = pickle.dumps((fn, args))
-        for rank in range(world):
-            self._ranks[rank].send_bytes(pickle.dumps((task, rank, world, store, backend, timeout, where)))
         try:
+            for rank in range(world):
+                self._ranks[rank].send_bytes(pickle.dumps((task, rank, world, store, backend, timeout, where)))
             return self._collect(world, timeout)
-        except (RankError, TimeoutError):
+        except BaseException:    # when interrupted, answers are still on their way and must not meet a later call
+            self._replace()
             raise
-        except BaseException:    # interrupted: answers are still on their way, and must not meet a later call
+
+    def _fork(self) -> None:
+        """Ask the server for `size` ranks, without waiting for them: a socket for each goes over, in order."""
+        assert self._control is not None
+        self._ranks = []
+        for rank in range(self.size):
+            ours, theirs = socket.socketpair()
+            with theirs:
+                socket.send_fds(self._control, [rank.to_bytes(NUMBER)], [theirs.fileno()])
+            self._ranks.append(Connection(ours.detach()))
+
+    def _replace(self) -> None:
+        """End every rank, whatever it does, and fork new ones."""
+        self._end_ranks()
+        try:
+            self._fork()
+        except OSError:         # the server is gone: a later `run` starts another
             self.close()
-            raise
 
     def close(self) -> None:
         """End every rank at once. A later `run` starts new ones."""
         server, self._server = self._server, None
         if server is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(server.pid, signal.SIGKILL)
+            server.kill()
             server.wait()
-        for connection in self._ranks:
-            connection.close()
-        self._ranks, self._pids = [], []
+        self._end_ranks()
+        if self._control is not None:
+            self._control.close()
+            self._control = None
         if self._folder is not None:
             self._folder.cleanup()
             self._folder = None
+
+    def _end_ranks(self) -> None:
+        for pid in self._pids:      # each leads a group, with what it has started; an idle one ends by itself
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
+        for connection in self._ranks:
+            connection.close()
+        self._ranks, self._pids = [], []
 
     def _greet(self) -> None:
         """Wait until every rank of a new pool has said its process id."""
@@ -151,7 +181,7 @@ class Pool:
                 raise RuntimeError(f"the pool of {self.size} local ranks did not start: {error!r}") from error
 
     def _collect(self, world: int, timeout: float) -> list[Any]:
-        """Wait for every rank's answer; on a failure, give the others a moment before they are all replaced."""
+        """Wait for every rank's answer; on a failure, give the others a moment to say what happened to them."""
         deadline = time.monotonic() + timeout
         results: dict[int, Any] = {}
         failures: list[tuple[float, RankError]] = []
@@ -179,12 +209,9 @@ class Pool:
                 with contextlib.suppress(BrokenPipeError):
                     staying.pop().send_bytes(LEAVE)
         if failures:
-            if pending or lost:
-                self.close()
             raise min(failures, key=lambda failure: failure[0])[1]
         if pending:
             stacks = self._stacks(sorted(pending.values()))
-            self.close()
             raise TimeoutError(f"{len(stacks)} of {world} ranks did not end within {timeout:g} s\n"
                                + "\n".join(f"rank {rank}:\n{stack}" for rank, stack in stacks.items()))
         return [results[rank] for rank in range(world)]
@@ -210,43 +237,44 @@ class Pool:
         return {rank: "\n".join(self._log(rank)[before[rank]:].splitlines()[:14]) for rank in ranks}
 
 
-def serve(fds: list[int], preload: tuple[str, ...], folder: str) -> None:
-    """The clean process: import, fork one rank per socket, stay until all have ended."""
+def serve(control: int, preload: tuple[str, ...], folder: str) -> None:
+    """The clean process: import, then fork a rank for each socket that comes, until the caller is gone."""
     for name in preload:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()
-    for rank, fd in enumerate(fds):
-        if os.fork() == 0:
-            for other in fds:
-                if other != fd:
-                    os.close(other)
-            code = 1
-            try:
-                _serve_rank(Connection(fd), Path(folder, f"rank-{rank}.log"))
-                code = 0
-            finally:
-                os._exit(code)
-    for fd in fds:
-        os.close(fd)
-    while True:
-        try:
-            os.wait()
-        except ChildProcessError:
-            return
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)       # the kernel clears away ranks that have ended
+    with socket.socket(fileno=control) as channel:
+        while True:
+            number, fds, _, _ = socket.recv_fds(channel, NUMBER, 1)
+            if not fds:
+                return
+            if os.fork() == 0:
+                code = 1
+                try:
+                    channel.close()
+                    os.setpgid(0, 0)
+                    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                    _serve_rank(Connection(fds[0]), Path(folder, f"rank-{int.from_bytes(number)}.log"))
+                    code = 0
+                finally:
+                    os._exit(code)
+            os.close(fds[0])
 
 
 def _serve_rank(connection: Connection, log: Path) -> None:
     """One rank: say the process id, then answer one call after another until the caller is gone."""
-    out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
     os.dup2(out, 1)
     os.dup2(out, 2)
     open_console(tolerant=True)
     faulthandler.enable(file=2)
-    faulthandler.register(signal.SIGUSR1, file=2, all_threads=False)
     connection.send_bytes(pickle.dumps(os.getpid()))
     environment = dict(os.environ)
     while True:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        faulthandler.unregister(signal.SIGUSR1)     # a function may have put a handler of its own in its place
+        faulthandler.register(signal.SIGUSR1, file=2, all_threads=False)
         try:
             request = connection.recv_bytes()
             if request == LEAVE:    # this rank has left already
