@@ -6,6 +6,7 @@ import os
 import traceback
 from collections.abc import Collection
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -20,7 +21,7 @@ from megafour.config.rules import resolve, smallest_world
 from megafour.config.schema import Config
 from megafour.cost.describe import describe
 from megafour.data.dataset import Datasets, build_datasets
-from megafour.data.description import tokenizer_info
+from megafour.data.description import rows_note, tokenizer_info
 from megafour.data.errors import DataError, NoSuchFile
 from megafour.data.tokenizer import Tokenizer, TokenizerInfo, load_tokenizer
 from megafour.mesh import Mesh
@@ -97,7 +98,10 @@ def run(path: str | None, overrides: list[str], launch: Launch, stop: StopReques
         check_start(config, info.hash, allowed)
         check_resume(config)
         check_pipeline(config)
-        datasets = build_datasets(config, info)
+        rows = int(config.model.vocab_size)
+        for note in rows_note(info, rows):
+            say_note(note, launch.rank)
+        datasets = build_datasets(config, replace(info, vocab_size=min(info.vocab_size, rows)))
         launch.check_address()
     except (ConfigError, DataError, OSError) as error:
         if isinstance(error, OSError) and error.errno is None:
@@ -122,11 +126,15 @@ def open_tokenizer(config: Config) -> tuple[Tokenizer | None, TokenizerInfo]:
 
 
 def vocabulary(config: Config, info: TokenizerInfo) -> int:
-    """The model's vocabulary: the tokenizer's, unless the config asks for more."""
+    """The model's vocabulary: the tokenizer's, unless the config asks for more, or a trained embedding has fewer rows.
+
+    Raises:
+        ConfigError: for fewer where no weights decide it.
+    """
     wanted = config.model.vocab_size
     if not isinstance(wanted, int):
         return info.vocab_size
-    if info.hash and wanted < info.vocab_size:
+    if info.hash and wanted < info.vocab_size and config.checkpoint.init_from is None:
         raise ConfigError(f"model.vocab_size={wanted} is less than the tokenizer's {info.vocab_size} token ids; "
                           f"set model.vocab_size=auto")
     return wanted
