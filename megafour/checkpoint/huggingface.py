@@ -85,8 +85,11 @@ class HuggingFaceWeights:
         """
         if "head.weight" in self.slots or "lm_head.weight" not in self.names:
             return
-        head = self.files.read(self.names["lm_head.weight"])
-        if not torch.equal(head, self.files.read(self.names[self.slots["embedding.weight"].name])):
+        stored = self.names["lm_head.weight"]
+        embedding = self.files.read(self.names[self.slots["embedding.weight"].name])
+        known = self.files.tensors[stored].dtype in DTYPES
+        head = self.files.read(stored) if known else None
+        if head is None or head.dtype != embedding.dtype or not torch.equal(head, embedding):
             raise CheckpointError(f"{self.files.folder}: tie_word_embeddings is true, but lm_head.weight differs from "
                                   "the embedding; set it to false in config.json if the head is meant")
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megafour.checkpoint.errors import CheckpointError, listed
 from megafour.config.file_system import NOT_SUPPORTED, naming, say_once, sync
+from megafour.config.json_file import read_object
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 """Types of weights, by the format's names. Others are quantized, or no weights."""
@@ -40,7 +41,8 @@ class Stored:
 class SafetensorsFolder:
     """The tensors of a model's folder, in one file or sharded; data is read, through memory maps, when asked for.
 
-    A context manager: files stay open within it.
+    Where a folder holds both, `model.safetensors` is read and the index is not, as `transformers` does. A context
+    manager: files stay open within it.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -55,7 +57,7 @@ class SafetensorsFolder:
         Raises:
             CheckpointError: for a folder without safetensors, with a damaged file, or whose index does not fit.
         """
-        wanted = weight_map(self.folder)
+        wanted = {} if (self.folder / ONE_FILE).is_file() else weight_map(self.folder)
         for file in dict.fromkeys(wanted.values()) if wanted else [only_file(self.folder)]:
             handle = self._stack.enter_context(_opened(self.folder / file))
             self._open[file] = handle
@@ -171,17 +173,24 @@ class ReadSlice:
         return self.file.get_tensor(self.name)[index]
 
 
+def ignored(folder: Path) -> list[str]:
+    """A line for weights of a folder that `SafetensorsFolder` does not read; empty where it reads all."""
+    if not ((folder / ONE_FILE).is_file() and (folder / INDEX).is_file()):
+        return []
+    return [f"{folder} holds {ONE_FILE} and {INDEX}: {ONE_FILE} is read, as transformers does, and the index and its "
+            f"shards are ignored; delete {ONE_FILE} if the shards are meant"]
+
+
 def weight_map(folder: Path) -> dict[str, str]:
     """tensor -> file by the index of a sharded model; empty where there is none."""
     path = folder / INDEX
     if not path.is_file():
         return {}
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-        pairs = {str(name): str(file) for name, file in found.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} cannot be read as an index: {error!r}") from None
-    odd = sorted(file for file in set(pairs.values()) if Path(file).name != file or not file.endswith(".safetensors"))
+    pairs = read_object(path, CheckpointError).get("weight_map")
+    if not isinstance(pairs, dict) or not pairs:
+        raise CheckpointError(f"{path} has no weight_map that says which file holds which tensor")
+    odd = sorted({str(file) for file in pairs.values() if not isinstance(file, str) or Path(file).name != file
+                  or not file.endswith(".safetensors")})
     if odd:
         raise CheckpointError(f"{path} names {listed(odd)}: only safetensors files of the same folder are read")
     lost = sorted(file for file in set(pairs.values()) if not (folder / file).is_file())

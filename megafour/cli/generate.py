@@ -43,11 +43,16 @@ def run(args: argparse.Namespace) -> int:
     from megafour.inference.generate import generate
     from megafour.inference.load import load_model
 
-    stage, tokenizer, _ = load_model(args.checkpoint)
+    stage, tokenizer, config = load_model(args.checkpoint)
     if tokenizer is None:
         raise CheckpointError(f"{args.checkpoint} has no tokenizer (the run's data.tokenizer was null)")
     ids = tokenizer.encode(args.prompt)
-    if not ids and tokenizer.eod_id is not None:
+    rows = int(config.model.vocab_size)
+    beyond = next((i for i in ids if i >= rows), None)
+    if beyond is not None:
+        raise ConfigError(f"--prompt holds {tokenizer.decode([beyond])!r}, token id {beyond}, and the model has {rows} "
+                          "embedding rows: leave it out, or give the model a row for it")
+    if not ids and tokenizer.eod_id is not None and tokenizer.eod_id < rows:
         ids = [tokenizer.eod_id]
     if not ids:
         raise ConfigError("--prompt is empty, and the tokenizer has no end-of-document mark to start from")

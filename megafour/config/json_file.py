@@ -15,7 +15,7 @@ def read_object(path: Path, error: type[Exception]) -> dict[str, Any]:
     """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as why:
+    except (OSError, ValueError, RecursionError) as why:
         raise error(f"{path} cannot be read as JSON: {why}") from None
     if not isinstance(found, dict):
         raise error(f"{path} holds no JSON object")

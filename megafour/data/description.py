@@ -29,6 +29,15 @@ def tokenizer_info(config: Any) -> TokenizerInfo:
     raise NoSuchFile(f"no vocabulary is known: {first}.json does not exist; give data.tokenizer or model.vocab_size")
 
 
+def rows_note(tokenizer: TokenizerInfo, rows: int) -> list[str]:
+    """A line for a tokenizer with ids beyond the rows of a trained embedding, such as an added pad token."""
+    if tokenizer.vocab_size <= rows:
+        return []
+    return [f"the model has {rows} embedding rows and its tokenizer {tokenizer.vocab_size} ids: ids from {rows} on are "
+            f"refused where a text holds one. To use them, add rows in transformers, "
+            f"model.resize_token_embeddings({tokenizer.vocab_size}), and save the folder again"]
+
+
 def read_info(prefix: str) -> dict[str, Any] | None:
     """PREFIX.json as `megafour prepare` wrote it; None for a dataset made by another tool."""
     path = Path(prefix + ".json")

@@ -139,7 +139,7 @@ class SentencePieceTokenizer(Tokenizer):
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids` without end-of-document marks."""
-        return self._model.decode([int(i) for i in ids if i != self.eod_id])
+        return self._model.decode([int(i) for i in ids if i != self.eod_id and i < self.vocab_size])
 
 
 class HuggingFaceTokenizer(Tokenizer):

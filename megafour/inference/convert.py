@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from megafour.checkpoint import huggingface, store
 from megafour.checkpoint.errors import CheckpointError
 from megafour.checkpoint.folder import HUGGINGFACE_CONFIG, is_huggingface
 from megafour.checkpoint.reading import CheckpointReader
-from megafour.checkpoint.safetensors_file import DTYPES, SafetensorsFolder
+from megafour.checkpoint.safetensors_file import DTYPES, SafetensorsFolder, ignored
 from megafour.checkpoint.tensors import LogicalTensor
 from megafour.config.huggingface import huggingface_family
 from megafour.config.huggingface_export import family_of, huggingface_config
@@ -22,7 +23,14 @@ from megafour.config.rules import resolve
 from megafour.config.schema import Config
 from megafour.data.errors import DataError
 from megafour.data.tokenizer import Tokenizer
-from megafour.inference.load import find_models, first_whole, huggingface_values, open_tokenizer, vocabulary_of
+from megafour.inference.load import (
+    find_models,
+    first_whole,
+    huggingface_values,
+    open_tokenizer,
+    say_notes,
+    vocabulary_of,
+)
 from megafour.model.shapes import logical_shapes
 
 WEIGHTS = "weights/"
@@ -48,6 +56,9 @@ def from_huggingface(folder: Path, out: Path) -> Path:
     with SafetensorsFolder(folder) as files:
         weights = huggingface.HuggingFaceWeights(files, huggingface_family(folder), shapes)
         weights.check_tied()
+        say_notes(ignored(folder))
+        with suppress(DataError):       # it is copied as it is; only its size is looked at
+            open_tokenizer(folder, config)
         held = []
         for name, shape in shapes.items():
             whole = weights.whole(name, shape)
@@ -81,7 +92,7 @@ def to_huggingface(checkpoint: Path, out: Path, dtype: torch.dtype | None = None
     _check_shapes(reader, shapes)
     dtypes = {name: dtype or reader.tensors[WEIGHTS + name][1] for name in shapes}
     written = huggingface_config(config.model, str(_widest(dtypes)).removeprefix("torch."),
-                                 **_token_ids(folder, open_tokenizer(folder, config)))
+                                 **_token_ids(folder, open_tokenizer(folder, config), vocabulary_of(folder, config)))
     return huggingface.export(out, family, written, shapes, dtypes,
                               lambda name: reader.read(WEIGHTS + name, dtypes[name]),
                               _tokenizer_files(folder, config), shard_bytes)
@@ -101,13 +112,19 @@ def _widest(dtypes: dict[str, torch.dtype]) -> torch.dtype:
     return max(dtypes.values(), key=lambda dtype: dtype.itemsize)
 
 
-def _token_ids(folder: Path, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """`eos` and `other_ids` of config.json: what the folder's generation settings say, else the tokenizer's mark."""
+def _token_ids(folder: Path, tokenizer: Tokenizer | None, rows: int) -> dict[str, Any]:
+    """`eos` and `other_ids` of config.json: what the folder's generation settings say, else the tokenizer's mark.
+
+    A pad id beyond the embedding's rows is left out: `transformers` refuses such a config.
+    """
     ids: dict[str, Any] = {}
     path = folder / huggingface.GENERATION
     if path.is_file():
         found = read_object(path, DataError)
         ids = {key: found[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in found}
+    pad = ids.get("pad_token_id")
+    if isinstance(pad, int) and pad >= rows:
+        del ids["pad_token_id"]
     eos = ids.pop("eos_token_id", tokenizer.eod_id if tokenizer else None)
     return {"eos": eos, "other_ids": ids}
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from megafour.checkpoint import folder as checkpoints
 from megafour.checkpoint import huggingface
 from megafour.checkpoint.reading import CheckpointReader
-from megafour.checkpoint.safetensors_file import DTYPES, SafetensorsFolder
+from megafour.checkpoint.safetensors_file import DTYPES, SafetensorsFolder, ignored
 from megafour.config.errors import ConfigError
 from megafour.config.huggingface import huggingface_family
 from megafour.config.load import load_config
@@ -74,6 +74,7 @@ def checkpoint_lines(path: Path) -> Iterator[str]:
         else:
             yield f"Hugging Face folder {held.folder} ({huggingface_family(held.folder)})"
             yield f"model  {model_words(held.config.model)}"
+            yield from (f"note: {text}" for text in ignored(held.folder))
         yield ""
         width = max(len(name) for name in held.tensors)
         yield f"{'tensor':<{width}}  {'shape':<16}{'type':<10}{'norm':>12}  NaN"

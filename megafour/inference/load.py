@@ -14,14 +14,17 @@ from megafour.checkpoint import huggingface, store, whole
 from megafour.checkpoint.agreement import rank_in
 from megafour.checkpoint.errors import CheckpointError
 from megafour.checkpoint.folder import find_any, is_huggingface
+from megafour.checkpoint.safetensors_file import ignored
 from megafour.checkpoint.tensors import LogicalTensor
 from megafour.checkpoint.whole import sound_at_a_glance
+from megafour.config.errors import say_note
 from megafour.config.huggingface import huggingface_family, read_huggingface
 from megafour.config.launch import Launch
 from megafour.config.load import load_config
 from megafour.config.rules import resolve
 from megafour.config.schema import Config
 from megafour.cost.memory import sharing
+from megafour.data.description import rows_note
 from megafour.data.tokenizer import FILE_NAMES, Tokenizer, load_tokenizer
 from megafour.mesh import Mesh
 from megafour.model.shapes import logical_shapes
@@ -84,6 +87,12 @@ def first_whole(models: list[Path], group: ProcessGroup | None) -> Path:
 def _say_skipped(damaged: list[str]) -> None:
     for text in damaged:
         print(f"skipped: {text}", file=sys.stderr, flush=True)
+
+
+def say_notes(notes: list[str]) -> None:
+    """Print notes on standard error, on one rank."""
+    for text in notes:
+        say_note(text, Launch.from_environment().rank)
 
 
 def model_settings(folder: Path, overrides: list[str] | None = None, precision: str = "fp32") -> Config:
@@ -152,6 +161,7 @@ def load_stage(folder: Path, config: Config, mesh: Mesh) -> Loaded:
     group = mesh.group("world").pg
     with torch.no_grad():
         if is_huggingface(folder):
+            say_notes(ignored(folder))
             huggingface.load(folder, huggingface_family(folder), logical_shapes(config, vocab_size), held, group)
         else:
             store.load(folder, held, group, only=("weights/",), cast=True, verified=True)
@@ -173,7 +183,7 @@ def load_model(path: Path, precision: str = "fp32") -> tuple[Stage, Tokenizer | 
 
 
 def open_tokenizer(folder: Path, config: Config) -> Tokenizer | None:
-    """The tokenizer that was saved with the model; None where there is none."""
+    """The tokenizer that was saved with the model; None where there is none. Ids beyond the model's rows are said."""
     wanted = config.data.tokenizer
     if wanted is None:
         return None
@@ -181,4 +191,5 @@ def open_tokenizer(folder: Path, config: Config) -> Tokenizer | None:
     if Launch.from_environment().rank == 0:
         for note in tokenizer.notes:
             print(note, file=sys.stderr, flush=True)
+    say_notes(rows_note(tokenizer.info, vocabulary_of(folder, config)))
     return tokenizer

@@ -63,7 +63,8 @@ class Pass:
     """What one forward pass of one micro-batch knows besides its activations."""
 
     cos: Tensor | None = None
-    """`[s_local, b or 1, head_dim/2]`, like `sin`: the rotary tables of this rank's tokens; None without RoPE."""
+    """`[s_local, b or 1, head_dim/2]` in fp32, like `sin`: the rotary tables of this rank's tokens; None without
+    RoPE."""
     sin: Tensor | None = None
     seed: int = 0
     step: int = 0

@@ -11,20 +11,19 @@ from megafour.config.model_schema import RopeScaling
 
 
 def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> tuple[Tensor, float]:
-    """(`[head_dim/2]` inverse frequencies in fp32, factor on cos and sin).
+    """(`[head_dim/2]` inverse frequencies in fp32, factor on cos and sin), bit-equal to those of `transformers`.
 
-    fp32 as in the code that released Llamas were trained and are served with: at long positions fp64 angles would
-    differ from theirs by more than rounding.
+    fp32, operation by operation, as in the code that released models were trained and are served with: at long
+    positions angles of other frequencies would differ from theirs by more than rounding.
     """
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
-    inv = 1.0 / (theta**exponents)
+    bases = theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim)
     if scaling is None:
-        return inv, 1.0
+        return 1.0 / bases, 1.0
     if scaling.type == "linear":
-        return inv / scaling.factor, 1.0
+        return 1.0 / bases / scaling.factor, 1.0
     if scaling.type == "llama3":
-        return _llama3(inv, scaling.factor, scaling), 1.0
-    return _yarn(inv, head_dim, theta, scaling.factor, scaling)
+        return _llama3(1.0 / bases, scaling.factor, scaling), 1.0
+    return _yarn(bases, head_dim, theta, scaling.factor, scaling)
 
 
 def _llama3(inv: Tensor, factor: float, scaling: RopeScaling) -> Tensor:
@@ -39,7 +38,7 @@ def _llama3(inv: Tensor, factor: float, scaling: RopeScaling) -> Tensor:
     return torch.where(between, blended, stretched)
 
 
-def _yarn(inv: Tensor, head_dim: int, theta: float, factor: float,
+def _yarn(bases: Tensor, head_dim: int, theta: float, factor: float,
           scaling: RopeScaling) -> tuple[Tensor, float]:
     """YaRN (Peng et al. 2023, equations 13 to 16): interpolate low frequencies, keep high ones, ramp between."""
     context = float(scaling.original_max_position_embeddings or 0)
@@ -49,19 +48,20 @@ def _yarn(inv: Tensor, head_dim: int, theta: float, factor: float,
         return head_dim * math.log(context / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
     low, high = max(math.floor(dim_of(fast)), 0), min(math.ceil(dim_of(slow)), head_dim - 1)
-    ramp = ((torch.arange(head_dim // 2).float() - low) / max(high - low, 0.001)).clamp(0, 1)
-    keep = 1 - ramp
-    scale = 0.1 * math.log(factor) + 1.0 if scaling.attention_factor is None else scaling.attention_factor
-    return inv / factor * (1 - keep) + inv * keep, scale
+    width = high - low or 0.001     # negative beyond the last dimension, as in transformers: all are interpolated
+    keep = 1 - ((torch.arange(head_dim // 2).float() - low) / width).clamp(0, 1)
+    scale = scaling.attention_factor
+    if scale is None:
+        scale = 1.0 if factor <= 1 else 0.1 * math.log(factor) + 1.0
+    return 1.0 / (factor * bases) * (1 - keep) + 1.0 / bases * keep, scale
 
 
-def rope_tables(positions: Tensor, head_dim: int, theta: float, scaling: RopeScaling | None,
-                dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin of every (position, pair), `[..., head_dim/2]` of positions `[...]`: computed in fp32, stored in
-    `dtype`."""
+def rope_tables(positions: Tensor, head_dim: int, theta: float,
+                scaling: RopeScaling | None) -> tuple[Tensor, Tensor]:
+    """cos and sin of every (position, pair), `[..., head_dim/2]` of positions `[...]`, in fp32."""
     inv, factor = inverse_frequencies(head_dim, theta, scaling)
     angles = positions.float().unsqueeze(-1) * inv.to(positions.device)
-    return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
+    return angles.cos() * factor, angles.sin() * factor
 
 
 class _Rotate(torch.autograd.Function):
@@ -79,12 +79,14 @@ class _Rotate(torch.autograd.Function):
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """In the wider type of `x` and the tables, rounded once to that of `x`."""
+    wide = x.to(torch.promote_types(x.dtype, cos.dtype))
     half = x.shape[-1] // 2
-    a, b = x[..., :half], x[..., half:]
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    a, b = wide[..., :half], wide[..., half:]
+    out = torch.empty(x.shape, dtype=wide.dtype, device=x.device)
     torch.mul(a, cos, out=out[..., :half]).addcmul_(b, sin, value=-1)
     torch.mul(b, cos, out=out[..., half:]).addcmul_(a, sin)
-    return out
+    return out.to(x.dtype)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

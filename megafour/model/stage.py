@@ -71,7 +71,7 @@ class Stage(nn.Module):
         model = self.build.model
         if model.position != "rope":
             return None, None
-        return rope_tables(positions, model.head_size, model.rope_theta, model.rope_scaling, self.build.dtype)
+        return rope_tables(positions, model.head_size, model.rope_theta, model.rope_scaling)
 
     def units(self) -> list[Unit]:
         """What is gathered and reduced together, in the order of the forward."""

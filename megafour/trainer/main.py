@@ -6,6 +6,7 @@ import os
 import traceback
 from collections.abc import Collection
 from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -20,7 +21,7 @@ from megafour.config.rules import resolve, smallest_world
 from megafour.config.schema import Config
 from megafour.cost.describe import describe
 from megafour.data.dataset import Datasets, build_datasets
-from megafour.data.description import check_tokenizer, tokenizer_info
+from megafour.data.description import check_tokenizer, rows_note, tokenizer_info
 from megafour.data.errors import DataError, NoSuchFile
 from megafour.data.indexed import IndexedDataset, strip_suffix
 from megafour.data.tokenizer import Tokenizer, TokenizerInfo, load_tokenizer
@@ -74,7 +75,7 @@ def check(path: str | None, overrides: list[str], world: int | None) -> int:
         notes = check_files(config, ranks)
         print(describe(config))
         for note in notes:
-            print(f"note: not checked: {note}")
+            print(f"note: {note}")
     except ConfigError as error:
         return refuse(error, launch, 2)
     except DataError as error:
@@ -90,18 +91,19 @@ def check_files(config: Config, world: int) -> list[str]:
     """Refuse what a start would refuse of the files that the config names, as far as they are on this machine.
 
     Returns:
-        a line for each that is not.
+        a line for each that is not, and those that a start would say.
     Raises:
         ConfigError, DataError: as `run` meets them.
     """
     entries = [*config.data.train, *(entry for entries in config.data.valid.values() for entry in entries)]
     here = [entry.path for entry in entries if Path(f"{strip_suffix(entry.path)}.idx").exists()]
-    notes = [f"{entry.path}.idx does not exist here" for entry in entries if entry.path not in here]
+    notes = [f"not checked: {entry.path}.idx does not exist here" for entry in entries if entry.path not in here]
     try:
         _, info = open_tokenizer(config)
     except NoSuchFile as error:
-        return [*notes, str(error)]
-    config = resolve(config.replace({"model.vocab_size": vocabulary(config, info)}), world)
+        return [*notes, f"not checked: {error}"]
+    config, info, lines = with_vocabulary(config, info, world)
+    notes += lines
     if len(here) == len(entries):
         build_datasets(config, info)
     else:
@@ -111,7 +113,7 @@ def check_files(config: Config, world: int) -> list[str]:
     if start is None or Path(start).exists():
         check_start(config, info.hash)
     else:
-        notes.append(f"checkpoint.init_from={start} does not exist here")
+        notes.append(f"not checked: checkpoint.init_from={start} does not exist here")
     if Path(config.checkpoint_dir).exists():
         check_resume(config)
     return notes
@@ -134,8 +136,9 @@ def run(path: str | None, overrides: list[str], launch: Launch, stop: StopReques
         config = resolve(load_config(path, overrides), launch.world)
         device = choose_device(config, launch)
         tokenizer, info = open_tokenizer(config)
-        config = config.replace({"model.vocab_size": vocabulary(config, info)})
-        config = resolve(config, launch.world)
+        config, info, notes = with_vocabulary(config, info, launch.world)
+        for note in notes:
+            say_note(note, launch.rank)
         check_start(config, info.hash, allowed)
         check_resume(config)
         check_pipeline(config)
@@ -164,12 +167,28 @@ def open_tokenizer(config: Config) -> tuple[Tokenizer | None, TokenizerInfo]:
     return tokenizer, tokenizer.info
 
 
+def with_vocabulary(config: Config, info: TokenizerInfo, world: int) -> tuple[Config, TokenizerInfo, list[str]]:
+    """The config with the model's number of token ids, resolved again; the tokenizer with the ids that the model knows,
+    which datasets must keep to; and lines on ids that it does not know.
+
+    Raises:
+        ConfigError: as `vocabulary`.
+    """
+    config = resolve(config.replace({"model.vocab_size": vocabulary(config, info)}), world)
+    rows = int(config.model.vocab_size)
+    return config, replace(info, vocab_size=min(info.vocab_size, rows)), list(rows_note(info, rows))
+
+
 def vocabulary(config: Config, info: TokenizerInfo) -> int:
-    """The model's vocabulary: the tokenizer's, unless the config asks for more."""
+    """The model's vocabulary: the tokenizer's, unless the config asks for more, or a trained embedding has fewer rows.
+
+    Raises:
+        ConfigError: for fewer where no weights decide it.
+    """
     wanted = config.model.vocab_size
     if not isinstance(wanted, int):
         return info.vocab_size
-    if info.hash and wanted < info.vocab_size:
+    if info.hash and wanted < info.vocab_size and config.checkpoint.init_from is None:
         raise ConfigError(f"model.vocab_size={wanted} is less than the tokenizer's {info.vocab_size} token ids; "
                           f"set model.vocab_size=auto")
     return wanted

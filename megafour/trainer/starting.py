@@ -126,6 +126,7 @@ def start_from(state: TrainState, config: Config) -> list[str]:
     points = first_does(lambda: checkpoints.find_any(path), group, f"looking for what {path} holds")
     source, held = points[0], logical_tensors(state, optimizer=optimizer)
     damaged: list[str] = []
+    notes: list[str] = []
     if not checkpoints.is_huggingface(source):
         from megafour.checkpoint import store, whole
 
@@ -137,11 +138,13 @@ def start_from(state: TrainState, config: Config) -> list[str]:
             state.optimizer.set_updates(int(saved["optimizer_updates"]))
     else:
         from megafour.checkpoint import huggingface
+        from megafour.checkpoint.safetensors_file import ignored
         from megafour.model.shapes import logical_shapes
 
         shapes = logical_shapes(config, int(config.model.vocab_size))
+        notes = ignored(source)
         huggingface.load(source, huggingface_family(source), shapes, held, group)
     state.optimizer.publish()
     changed = differences(_model_of(source), config.model, CONTEXT)
     return [*skipped_lines(damaged), f"weights{' and moments' if optimizer else ''} taken from {source}, at step 0",
-            *(f"note: {text}" for text in changed)]
+            *(f"note: {text}" for text in (*notes, *changed))]
