@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from megafour.checkpoint import scratch, tensors
+from megafour.checkpoint import tensors
 from megafour.checkpoint.errors import CheckpointError
 from megafour.checkpoint.scratch import ScratchPlanner
 from megafour.checkpoint.tensors import LogicalTensor, flat_parts, rectangles, state_dict
@@ -58,14 +58,14 @@ def test_parts_that_do_not_fit_are_refused_by_name(parts, message):
         tensors.state_dict([LogicalTensor("a", (4, 3), torch.float32, parts)], primary_only=False)
 
 
-def test_a_save_copies_one_tensor_at_a_time(monkeypatch):
+def test_a_save_copies_one_tensor_at_a_time():
     """torch leaves its own copies in reference cycles: a save would hold the whole share once more."""
     flat = torch.arange(40.0)
     held = [LogicalTensor(name, (10,), torch.float32, [((0,), (10,), flat[10 * i : 10 * i + 10])])
             for i, name in enumerate("abc")]
     held.append(LogicalTensor("d", (5,), torch.float32, [((0,), (5,), flat[30:35])]))
     held.append(LogicalTensor("own", (3,), torch.float32, [((0,), (3,), own := torch.ones(3))]))
-    planner = ScratchPlanner()
+    planner = ScratchPlanner(50)
     planner.set_up_planner(dict(state_dict(held, primary_only=True)), None, True)
     items = {item.index.fqn: item for item in planner.create_local_plan().items}
     first = planner.resolve_data(items["a"])
@@ -73,6 +73,5 @@ def test_a_save_copies_one_tensor_at_a_time(monkeypatch):
     second = planner.resolve_data(items["b"])
     assert second.data_ptr() == first.data_ptr() and second.tolist() == flat[10:20].tolist()
     assert planner.resolve_data(items["own"]).data_ptr() == own.data_ptr()
-    monkeypatch.setattr(scratch, "MOST", 50)
     assert planner.resolve_data(items["d"]).tolist() == flat[30:35].tolist()
     assert first.untyped_storage().nbytes() == 0

@@ -1,18 +1,17 @@
 """Masks: the blocks of a pair of position lists cover exactly what the queries see, and no tile is larger than one."""
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megafour.parallel.context import mask as masks
 from megafour.parallel.context.blocks import Places
 from megafour.parallel.context.layout import LAYOUTS, Layout, document_starts
-from megafour.parallel.context.mask import TILE, Kind, Mask, Masks, staircase
+from megafour.parallel.context.mask import Kind, Mask, Masks, staircase
+from megafour.sizes import PRODUCTION, Sizes
 
 
-def drawn(blocks, shape):
+def drawn(blocks, shape, tile=PRODUCTION.mask_rows):
     """How often each (row, key) is in a block."""
     count = np.zeros(shape, int)
     for block in blocks:
@@ -23,7 +22,7 @@ def drawn(blocks, shape):
             assert rows == keys
             part = np.tril(np.ones((rows, keys), int))
         elif block.kind is Kind.TILE:
-            assert rows <= masks.TILE and keys <= 2 * masks.TILE
+            assert rows <= tile and keys <= 2 * tile
             part = visible.numpy().astype(int)
         else:
             part = np.ones((rows, keys), int)
@@ -54,24 +53,21 @@ def cases(draw):
     starts = None
     if cuts is not None:
         starts = document_starts(torch.tensor([[sum(c <= i for c in cuts) for i in range(layout.seq_length)]]))
-    return layout, Mask(window, starts), draw(st.integers(1, 8)), draw(st.integers(1, 6))
+    return layout, Mask(window, starts, Sizes(mask_rows=draw(st.integers(1, 8)), short_run=draw(st.integers(1, 6))))
 
 
 @settings(max_examples=300)
 @given(cases())
 def test_blocks_cover_what_is_seen_once(case):
-    layout, mask, tile, short = case
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(masks, "TILE", tile)
-        patch.setattr(masks, "SHORT", short)
-        held = Places.of([layout.positions(r) for r in range(layout.cp)])
-        reach = held.reach(mask)
-        for i, queries in enumerate(held.positions):
-            for j, keys in enumerate(held.positions):
-                want = dense(mask, queries, keys)
-                assert (drawn(held.blocks(mask, i, j), want.shape) == want).all()
-                # whoever sees a key is on its way
-                assert not want.any() or (i - j) % layout.cp <= reach[j]
+    layout, mask = case
+    held = Places.of([layout.positions(r) for r in range(layout.cp)])
+    reach = held.reach(mask)
+    for i, queries in enumerate(held.positions):
+        for j, keys in enumerate(held.positions):
+            want = dense(mask, queries, keys)
+            assert (drawn(held.blocks(mask, i, j), want.shape, mask.sizes.mask_rows) == want).all()
+            # whoever sees a key is on its way
+            assert not want.any() or (i - j) % layout.cp <= reach[j]
 
 
 @settings(max_examples=200)
@@ -109,7 +105,7 @@ def test_a_long_window_is_mostly_maskless():
     tiles = sum(b.pairs for b in blocks if b.kind is Kind.TILE)
     assert tiles < 0.2 * sum(b.pairs for b in blocks)
     assert max((b.rows.stop - b.rows.start) * (b.keys.stop - b.keys.start) for b in blocks if b.kind is Kind.TILE) <= (
-        2 * TILE * TILE)
+        2 * PRODUCTION.mask_rows**2)
 
 
 def test_masks_are_shared_by_layers_with_one_window():

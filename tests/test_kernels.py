@@ -10,10 +10,12 @@ import torch.nn.functional as F
 from megafour.kernels.activation import activation
 from megafour.kernels.attention import Dropped, select_attention
 from megafour.kernels.attention_cpu import TorchCPUAttention
-from megafour.kernels.attention_plain import QUERY_BLOCK, PlainAttention
+from megafour.kernels.attention_plain import PlainAttention
 from megafour.kernels.norm import layer_norm, rms_norm
 from megafour.parallel.random import AttentionDropout
+from megafour.sizes import PRODUCTION
 
+QUERY_BLOCK = PRODUCTION.query_block
 BACKENDS = {"torch": TorchCPUAttention(), "plain": PlainAttention()}
 
 

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -22,6 +23,7 @@ from megafour.mesh import Mesh
 from megafour.parallel.context.blocks import Places
 from megafour.parallel.context.layout import LAYOUTS, Layout
 from megafour.parallel.context.mask import Mask
+from megafour.sizes import PRODUCTION
 from megafour.trainer import traffic
 from megafour.trainer.setup import build_mesh, build_state
 from megafour.trainer.step import train_step
@@ -52,15 +54,15 @@ def counted(ledger):
     return {key: (entry.calls, round(entry.nbytes)) for key, entry in ledger.totals().items() if entry.calls}
 
 
-def whole_step(rank, world, config):
+def whole_step(rank, world, config, sizes=PRODUCTION):
     """(what the ledger counted, what the formulas say) of one training step."""
     mesh = build_mesh(config, torch.device("cpu"), ledger=True)
-    state = build_state(config, mesh, VOCAB)
+    state = build_state(config, mesh, VOCAB, sizes=sizes)
     batches = toy_batches(config, config, VOCAB, 0, "all", dp_rank=mesh.group("dp").rank,
                           positions=state.stage.build.positions)
     mesh.ledger.reset()
     assert train_step(state, batches, 0, 1e-3).applied
-    return counted(mesh.ledger), calls_and_bytes(traffic.predicted(config, mesh, VOCAB, batches))
+    return counted(mesh.ledger), calls_and_bytes(traffic.predicted(config, mesh, VOCAB, batches, sizes=sizes))
 
 
 def one_block(rank, world, config):
@@ -179,7 +181,7 @@ def test_a_whole_step(pool, name):
 def test_a_step_in_several_buckets_and_chunks(pool, zero_stage):
     """Several buckets, and shards that begin inside of synced pieces."""
     config, world = config_of(GPT2, pp=2, tp=2, dp=2, zero_stage=zero_stage)
-    same(pool.run(with_small_parts, world, config))
+    same(pool.run(whole_step, world, config, replace(PRODUCTION, bucket_bytes=4096, head_logits=0, head_tokens=24)))
 
 
 def test_a_skipped_step_gathers_no_weights(pool):
@@ -199,27 +201,11 @@ def skipped_step(rank, world, config):
     return counted(mesh.ledger), calls_and_bytes(traffic.predicted(config, mesh, VOCAB, batches, updated=False))
 
 
-def with_small_parts(rank, world, config):
-    small = 4096
-    with (mock.patch("megafour.cost.parameters.BUCKET_BYTES", small), mock.patch(
-            "megafour.parallel.tensor.cross_entropy.chunk_tokens", lambda rows: 24), mock.patch(
-            "megafour.trainer.traffic.chunk_tokens", lambda rows: 24)):
-        return whole_step(rank, world, config)
-
-
 def test_chunks_of_the_loss_are_cut_alike_where_the_last_rank_has_fewer_words(pool):
     """67 words on 4 ranks are 17, 17, 17 and 16: chunks cut by a rank's own words would not match across ranks."""
     config, world = config_of(tp=4, batches=1)
-    results = same(pool.run(with_uneven_chunks, world, config))
+    results = same(pool.run(whole_step, world, config, replace(PRODUCTION, head_logits=17 * 24, head_tokens=1)))
     assert len({str(got) for got, _ in results}) == 1
-
-
-def with_uneven_chunks(rank, world, config):
-    def cut(rows):
-        return 24 if rows == 17 else 40
-    with (mock.patch("megafour.parallel.tensor.cross_entropy.chunk_tokens", cut),
-          mock.patch("megafour.trainer.traffic.chunk_tokens", cut)):
-        return whole_step(rank, world, config)
 
 
 # --- the formulas themselves ---------------------------------------------------------------------------------------

@@ -8,6 +8,9 @@ import pytest
 from megafour.cli.main import main
 from megafour.config.errors import ConfigError
 from megafour.config.load import config_from, load_config
+from megafour.sizes import PRODUCTION
+from megafour.verify.compare import TOLERANCES, Compared
+from megafour.verify.full import full_cases, predicted
 from megafour.verify.matrix import (
     DEFAULT_MESHES,
     OPTION_MESHES,
@@ -18,7 +21,7 @@ from megafour.verify.matrix import (
     parse_mesh,
     values,
 )
-from megafour.verify.run import TOLERANCES, Compared, check, not_held, summarise
+from megafour.verify.run import Outcome, check, not_held, summarise
 from megafour.verify.shrink import option_case, user_cases
 
 CONFIGS = sorted(str(p) for p in (Path(__file__).parent.parent / "configs").glob("*.yaml"))
@@ -150,8 +153,10 @@ def test_odd_meshes_and_uneven_layers():
 def test_a_number_that_is_none_fails_and_a_gap_is_named():
     good = Compared(0.0, 0.0, {"a": 1e-12}, {"a": 0.0}, [("a", (0, 0), (2, 3), 0, 6)])
     lost = Compared(0.0, 0.0, {"a": float("nan")}, {"a": 0.0}, [("a", (2, 0), (2, 3), 0, 5)])
-    assert summarise([good], TOLERANCES["fp64"]).passed
-    assert not summarise([good, lost, good], TOLERANCES["fp64"]).passed
+    for ranks, passed in (([good], True), ([good, lost, good], False)):
+        outcome = Outcome("dp2", {}, False, 0.0)
+        summarise(outcome, ranks, TOLERANCES["fp64"])
+        assert outcome.passed is passed
     assert not_held([good, lost], {"a": (4, 3)}) == ["a"]
     assert not_held([good], {"a": (2, 3)}) == []
 
@@ -173,7 +178,7 @@ ARRAY = covering_array(OPTION_MESHES)
 def test_every_mesh_and_every_pair_of_options(pool, number, deviation):
     """The covering array: every applicable pair of options, and every applicable (mesh, option) pair; by default every
     eighth row of it, with `--all` the rest."""
-    outcome = check(pool, option_case(config_from({}), ARRAY[number], 3), 3)
+    outcome = check(pool, option_case(config_from({}), ARRAY[number], 3, thorough=number % 8 > 0), 3)
     assert outcome.passed, outcome
     deviation(max(outcome.loss, outcome.grad_norm, outcome.gradient, outcome.weights))
 
@@ -193,16 +198,46 @@ def test_every_default_mesh(family, capsys):
     assert len(found["meshes"]) == 18
 
 
+def full(config, words, available=10**12, layers=1):
+    return full_cases(config_from(config), [parse_mesh(w) for w in words], layers, 1, "fp64", "cpu", available)
+
+
+SMALL = {"model": {"num_layers": 6, "hidden_size": 40, "num_attention_heads": 5, "ffn_hidden_size": 120,
+                   "vocab_size": 301},
+         "data": {"seq_length": 280}, "train": {"global_batch_size": 8}}
+
+
+def test_full_size_keeps_the_shapes_and_the_sizes_of_training(pool):
+    cases, skipped = full(SMALL, ["tp5", "cp2"])
+    model = cases[0].config.model
+    assert (model.num_layers, model.hidden_size, model.num_attention_heads, cases[0].vocab_size) == (1, 40, 5, 301)
+    assert cases[0].config.data.seq_length == 280 and cases[0].sizes == PRODUCTION and not skipped
+    outcome = check(pool, cases[1], 1)
+    assert outcome.passed, outcome
+
+
+def test_full_size_skips_a_mesh_that_does_not_fit_with_the_numbers():
+    cases, skipped = full(SMALL, ["dp2", "tp2"], available=10**9)
+    assert [(one.mesh, "num_attention_heads" in one.why) for one in skipped] == [("dp2", False), ("tp2", True)]
+    assert not cases and "1.0 GB are available" in skipped[0].why and "the 2 ranks" in skipped[0].why
+    (case,), _ = full(SMALL, ["dp2"])
+    (deeper,), _ = full(SMALL, ["dp2"], layers=6)
+    assert predicted(deeper, 1, "fp64").most > predicted(case, 1, "fp64").most > predicted(case, 1, "fp32").most
+
+
 def test_bf16_on_cpu_at_its_own_tolerance(capsys):
     assert main(["verify", "--mesh", "dp2-pp2", "--dtype", "bf16", "--steps", "2"]) == 0
     out = capsys.readouterr().out
-    assert "passes at: loss 0.01" in out and "1 of 1 passed" in out
+    assert "passes at: loss and evaluation 0.01" in out and "1 of 1 passed" in out
 
 
 @pytest.mark.parametrize(("argv", "said"), [
     (["--mesh", "dp2-xp2"], "xp2"),
     (["--device", "cuda", "--mesh", "dp64"], "64 GPUs"),
     (["model.num_heads=3"], "num_attention_heads"),
+    (["--full-size", "2"], "model.vocab_size"),
+    (["--full-size", "2", "--options", "all"], "--options"),
+    (["--full-size", "900", "--mesh", "dp2", "model.preset=llama3-70b", "data.seq_length=8192"], "are available"),
     (["model.num_attention_heads=6", "model.num_key_value_heads=4", "model.hidden_size=48"], "num_key_value_heads"),
 ])
 def test_wrong_arguments(argv, said, capsys):

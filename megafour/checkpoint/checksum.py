@@ -12,20 +12,20 @@ from typing import Any, cast
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 from megafour.config.file_system import naming
-
-BLOCK = 1 << 22
-"""Bytes read at a time."""
+from megafour.sizes import PRODUCTION
 
 
-def crc32(path: Path) -> int:
-    """CRC-32 of a whole file. It finds damage; it is no signature, and nothing that is loaded depends on trusting it.
+def crc32(path: Path, block_bytes: int = PRODUCTION.checksum_block) -> int:
+    """CRC-32 of a whole file, read block by block.
+
+    It finds damage; it is no signature, and nothing that is loaded depends on trusting it.
 
     Raises:
         OSError: when the file cannot be read.
     """
     found = 0
     with naming(path), open(path, "rb", buffering=0) as file:
-        while block := file.read(BLOCK):
+        while block := file.read(block_bytes):
             found = zlib.crc32(block, found)
     return found
 

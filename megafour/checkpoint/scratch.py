@@ -9,8 +9,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import WriteItem
 
-MOST = 1 << 28
-"""Bytes of copies that are kept; a larger tensor is copied all the same."""
+from megafour.sizes import PRODUCTION
 
 
 class ScratchPlanner(DefaultSavePlanner):
@@ -20,8 +19,10 @@ class ScratchPlanner(DefaultSavePlanner):
     reference cycles until Python collects them: all of a rank's share, in fresh pages each.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, most: int = PRODUCTION.save_copies) -> None:
+        """`most`: bytes of copies that are kept."""
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._most = most
         self._kept: dict[tuple[torch.Size, torch.dtype], Tensor] = {}
 
     def resolve_data(self, write_item: WriteItem) -> Any:
@@ -32,7 +33,7 @@ class ScratchPlanner(DefaultSavePlanner):
             return found
         key = (found.shape, found.dtype)
         if key not in self._kept:
-            if sum(one.nbytes for one in self._kept.values()) + found.nbytes > MOST:
+            if sum(one.nbytes for one in self._kept.values()) + found.nbytes > self._most:
                 for one in self._kept.values():
                     one.untyped_storage().resize_(0)    # the cycles still hold the tensors
                 self._kept.clear()

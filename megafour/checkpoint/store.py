@@ -43,13 +43,15 @@ from megafour.checkpoint.folder import (
 from megafour.checkpoint.scratch import ScratchPlanner
 from megafour.checkpoint.tensors import LogicalTensor
 from megafour.config.file_system import sync_folder
+from megafour.sizes import PRODUCTION, Sizes
 
 __all__ = ["CheckpointError", "LogicalTensor", "check_shared", "check_small", "find", "find_all", "list_steps", "load",
            "newest", "prune", "read_state", "save", "step_path", "stored_tensors", "tidy", "verify"]
 
 
 def save(folder: Path, step: int, held: list[LogicalTensor], state: dict[str, Any],
-         extra_files: dict[str, Path | str], process_group: ProcessGroup | None) -> Path:
+         extra_files: dict[str, Path | str], process_group: ProcessGroup | None,
+         sizes: Sizes = PRODUCTION) -> Path:
     """Save a checkpoint. Every rank of the group calls it together; afterwards it is complete or absent.
 
     Args:
@@ -78,7 +80,8 @@ def save(folder: Path, step: int, held: list[LogicalTensor], state: dict[str, An
         writer = metadata.Writer(aside)
         with _plain_errors(what):
             dcp.save(tensors.state_dict(held, primary_only=True), storage_writer=writer,
-                     planner=ScratchPlanner(), process_group=process_group, no_dist=process_group is None)
+                     planner=ScratchPlanner(sizes.save_copies), process_group=process_group,
+                     no_dist=process_group is None)
         sums = {name: crc for one in collect(writer.files.sums, process_group) or () for name, crc in one.items()}
         first_does(lambda: _complete(aside, final, entries, {**state, "step": step}, extra_files, sums), process_group,
                    what)
@@ -116,7 +119,7 @@ def _complete(aside: Path, final: Path, entries: dict[str, metadata.Entry], stat
     remove(old)
 
 
-def verify(path: Path, process_group: ProcessGroup | None) -> None:
+def verify(path: Path, process_group: ProcessGroup | None, sizes: Sizes = PRODUCTION) -> None:
     """Check that a checkpoint is whole: every file there, with its size and its checksum.
 
     Every rank calls it together and reads a share of the files: where the mesh is the one that wrote, the very shard
@@ -134,7 +137,7 @@ def verify(path: Path, process_group: ProcessGroup | None) -> None:
         if (int(writer[1]) if writer else number) % world != rank:
             continue
         try:
-            found = crc32(path / name)
+            found = crc32(path / name, sizes.checksum_block)
             if found != wanted:
                 wrong.append(f"{name} has the checksum {found:08x} instead of {wanted:08x}")
         except OSError as error:
@@ -168,7 +171,8 @@ _SHARD = re.compile(r"__(\d+)_\d+\.distcp")
 
 
 def load(path: Path, held: list[LogicalTensor], process_group: ProcessGroup | None, *,
-         only: tuple[str, ...] = ("",), cast: bool = False, verified: bool = False) -> dict[str, Any]:
+         only: tuple[str, ...] = ("",), cast: bool = False, verified: bool = False,
+         sizes: Sizes = PRODUCTION) -> dict[str, Any]:
     """Load a checkpoint into what each rank holds, whatever mesh wrote it. Every rank calls it together.
 
     Names, shapes and types of all ranks' tensors are compared, and checksums verified, before anything is read into
@@ -201,7 +205,7 @@ def load(path: Path, held: list[LogicalTensor], process_group: ProcessGroup | No
 
     index, state = first_does(check, process_group, what)
     if not verified:
-        verify(path, process_group)
+        verify(path, process_group, sizes)
     with _plain_errors(what), torch.no_grad():
         dcp.load(dict(tensors.state_dict(held, primary_only=False)), storage_reader=metadata.Reader(path, index),
                  planner=dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),

@@ -7,11 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-BUCKET_BYTES = 25 << 20
-"""Gradient bytes a bucket holds: large enough that gloo and NCCL run at bandwidth, small enough to overlap."""
-
-SHARE_UNIT = 64
-"""Elements to which each rank's share is rounded, so that every shard starts on a cache line."""
+from megafour.sizes import PRODUCTION, Sizes
 
 
 @dataclass(frozen=True)
@@ -142,10 +138,11 @@ class Bucket:
                 yield group, inside
 
 
-def plan(params: Sequence[Parameter], wide: int, zero_stage: int) -> list[list[int]]:
+def plan(params: Sequence[Parameter], wide: int, zero_stage: int,
+         bucket_bytes: int = PRODUCTION.bucket_bytes) -> list[list[int]]:
     """Which parameters share a bucket, by their indices: the one description behind the buckets and their traffic.
 
-    Matrices, then vectors, last one first, as their gradients come, cut where BUCKET_BYTES of gradients (`wide` bytes
+    Matrices, then vectors, last one first, as their gradients come, cut where `bucket_bytes` of gradients (`wide` bytes
     each) are full. ZeRO 2 reduces with each micro-batch, so no bucket may wait for another virtual stage; what ZeRO 3
     gathers together, a block, an embedding or a head, has buckets of its own, uncut.
     """
@@ -153,7 +150,7 @@ def plan(params: Sequence[Parameter], wide: int, zero_stage: int) -> list[list[i
     for index, param in enumerate(params):
         key = (0, 0) if zero_stage < 2 else (param.chunk, -param.unit if zero_stage == 3 else 0)
         spans.setdefault(key, []).append(index)
-    limit = BUCKET_BYTES if zero_stage < 3 else math.inf
+    limit = bucket_bytes if zero_stage < 3 else math.inf
     return [cut for key in sorted(spans) for matrix in (True, False) for cut in _cut(
         params, [i for i in reversed(spans[key]) if params[i].matrix == matrix], wide, limit)]
 
@@ -173,20 +170,22 @@ def _cut(params: Sequence[Parameter], chosen: list[int], wide: int, limit: float
     return [*plans, current] if current else plans
 
 
-def buckets(params: Sequence[Parameter], ranks: int, wide: int, zero_stage: int) -> list[Bucket]:
+def buckets(params: Sequence[Parameter], ranks: int, wide: int, zero_stage: int,
+            sizes: Sizes = PRODUCTION) -> list[Bucket]:
     """The buckets of `plan`, each padded to equal shares for `ranks` ranks."""
-    return [_flat([params[i] for i in chosen], ranks) for chosen in plan(params, wide, zero_stage)]
+    return [_flat([params[i] for i in chosen], ranks, sizes.share_unit)
+            for chosen in plan(params, wide, zero_stage, sizes.bucket_bytes)]
 
 
-def padded(numel: int, ranks: int) -> int:
+def padded(numel: int, ranks: int, share_unit: int = PRODUCTION.share_unit) -> int:
     """Elements of a bucket whose shares all start on a cache line."""
-    unit = SHARE_UNIT * ranks
+    unit = share_unit * ranks
     return -(-numel // unit) * unit
 
 
-def _flat(params: Sequence[Parameter], ranks: int) -> Bucket:
+def _flat(params: Sequence[Parameter], ranks: int, share_unit: int) -> Bucket:
     start, synced = 0, []
     for param in params:
         synced += [(group, start + a, start + b) for group, a, b in param.synced]
         start += param.numel
-    return Bucket(padded(start, ranks), tuple(synced), max(p.gathers for p in params))
+    return Bucket(padded(start, ranks, share_unit), tuple(synced), max(p.gathers for p in params))

@@ -11,6 +11,7 @@ from megafour.cost import traffic
 from megafour.cost.memory import sharing
 from megafour.cost.parameters import Bucket, Part, buckets, parameters
 from megafour.cost.traffic import Heads, Traffic, collective, total
+from megafour.sizes import PRODUCTION, Sizes
 
 ELEMENT = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 """`train.precision` -> bytes of an activation's or weight's element."""
@@ -54,6 +55,7 @@ class StepTraffic:
     place: Place
     stages: Stages
     vocab_size: int
+    sizes: Sizes = PRODUCTION
 
     @property
     def element(self) -> int:
@@ -162,7 +164,7 @@ class StepTraffic:
     def buckets(self) -> list[Bucket]:
         """The flat gradients of this rank."""
         return buckets(parameters(self.config, self.stages.parts(self.place.pp), self.place.tp, self.vocab_size),
-                       self.shares, self.wide, self.zero_stage)
+                       self.shares, self.wide, self.zero_stage, self.sizes)
 
     def sync(self, flat: Sequence[Bucket]) -> Traffic:
         """What is replicated: one all-reduce a group of the elements that lie in this rank's share of the gradients.

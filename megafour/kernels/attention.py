@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megafour.kernels.matmul import native_matmul
+from megafour.sizes import PRODUCTION
 
 
 class DropoutBits(Protocol):
@@ -58,7 +59,8 @@ def refuse_empty(q: Tensor, k: Tensor) -> None:
         raise ValueError(f"attention on an empty block: queries {tuple(q.shape)}, keys {tuple(k.shape)}")
 
 
-def select_attention(name: str, device_type: str, dtype: torch.dtype, dropout: bool) -> AttentionBackend:
+def select_attention(name: str, device_type: str, dtype: torch.dtype, dropout: bool,
+                     query_block: int = PRODUCTION.query_block) -> AttentionBackend:
     """The backend of `kernels.attention` on this device.
 
     `auto` on CPU: torch's flash op, except in 16-bit types on a CPU that multiplies them natively: there the blockwise
@@ -72,17 +74,17 @@ def select_attention(name: str, device_type: str, dtype: torch.dtype, dropout: b
 
     half = dtype in (torch.bfloat16, torch.float16)
     if name == "plain" or dropout:
-        return PlainAttention()
+        return PlainAttention(query_block)
     if device_type == "cpu":
         if name == "flash":
             raise ValueError("kernels.attention=flash needs CUDA; set kernels.attention=auto")
         if name == "auto" and half and native_matmul(dtype):
-            return PlainAttention()
+            return PlainAttention(query_block)
         from megafour.kernels.attention_cpu import TorchCPUAttention
 
         return TorchCPUAttention()
     if not half:
-        return PlainAttention()
+        return PlainAttention(query_block)
     from megafour.kernels.attention_cuda import FlashAttention, TorchCUDAAttention
 
     installed = importlib.util.find_spec("flash_attn") is not None

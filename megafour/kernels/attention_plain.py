@@ -9,9 +9,7 @@ from torch import Tensor
 
 from megafour.kernels.attention import Dropped
 from megafour.kernels.matmul import matmul_dtype, wide_dtype
-
-QUERY_BLOCK = 256
-"""Queries a block holds: its causal keys end with it, so that the masked half is skipped but for the diagonal tile."""
+from megafour.sizes import PRODUCTION
 
 
 class PlainAttention:
@@ -19,6 +17,9 @@ class PlainAttention:
 
     The query heads of one K/V head are stacked along the queries, so that K and V are never repeated.
     """
+
+    def __init__(self, query_block: int = PRODUCTION.query_block) -> None:
+        self.query_block = query_block
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float,
                 dropped: Dropped | None = None, visible: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -29,7 +30,7 @@ class PlainAttention:
         k, v = (x.transpose(1, 2).to(dtype) for x in (k, v))
         out = torch.empty(q.shape, dtype=dtype, device=q.device)
         lse = torch.empty(b, heads, n, dtype=wide_dtype(q.dtype), device=q.device)
-        for first, last, end in _blocks(n, k.shape[2], causal):
+        for first, last, end in _blocks(n, k.shape[2], causal, self.query_block):
             scores = _scores(_stack(q[:, first:last], kv_heads, dtype), k[:, :, :end], scale, last - first, causal)
             if visible is None:
                 # log_softmax is one fused pass, and any visible key gives its row's log-sum-exp: the first one is.
@@ -55,7 +56,7 @@ class PlainAttention:
         dq = torch.empty(q.shape, dtype=dtype, device=q.device)
         dk = torch.zeros(k.shape, dtype=wide, device=q.device)
         dv = torch.zeros_like(dk)
-        for first, last, end in _blocks(q.shape[1], k.shape[2], causal):
+        for first, last, end in _blocks(q.shape[1], k.shape[2], causal, self.query_block):
             q_block, g_block, out_block = (_stack(x[:, first:last], kv_heads, dtype) for x in (q, grad, out))
             weights = _scores(q_block, k[:, :, :end], scale, last - first, causal)
             if visible is not None:
@@ -77,10 +78,10 @@ class PlainAttention:
         return dq, dk.mul_(scale).transpose(1, 2), dv.transpose(1, 2)
 
 
-def _blocks(queries: int, keys: int, causal: bool) -> Iterator[tuple[int, int, int]]:
+def _blocks(queries: int, keys: int, causal: bool, size: int) -> Iterator[tuple[int, int, int]]:
     """(first query, end of queries, end of the keys they see)."""
-    for first in range(0, queries, QUERY_BLOCK):
-        last = min(first + QUERY_BLOCK, queries)
+    for first in range(0, queries, size):
+        last = min(first + size, queries)
         yield first, last, last if causal else keys
 
 

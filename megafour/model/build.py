@@ -15,6 +15,7 @@ from megafour.mesh import Mesh
 from megafour.parallel.context import Core
 from megafour.parallel.context.mask import Masks
 from megafour.parallel.random import AttentionDropout, DropoutAddress, address
+from megafour.sizes import PRODUCTION, Sizes
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class Build:
     """Global positions of this rank's tokens, `[s_local]`."""
     weights: torch.device
     """Where weights are made: `device`, or `meta` for those that are given their storage later."""
+    sizes: Sizes = PRODUCTION
 
     @property
     def model(self) -> ModelConfig:

@@ -70,7 +70,7 @@ class Head(nn.Module):
     def __init__(self, build: Build, shared: VocabParallelEmbedding | None, *, tied: bool) -> None:
         super().__init__()
         cfg = build.model
-        self.norm = Norm("norm", cfg.hidden_size, build)
+        self.norm, self.sizes = Norm("norm", cfg.hidden_size, build), build.sizes
         # A tied head on another stage than the embedding is a second copy of one logical weight: one counts.
         self.output = shared or VocabParallelEmbedding(
             "embedding.weight" if tied else "head.weight", build.vocab_size, cfg.hidden_size, build.tp,
@@ -80,7 +80,7 @@ class Head(nn.Module):
         """(scale × sum of token losses, per-token losses `[s*b]`) of `[s(/tp), b, h]` and labels `[b, s]`."""
         out = self.output
         return head_loss(self.norm(x), out.weight, labels.t(), scale, first=out.first, valid=out.valid_rows,
-                         group=out.group, sequence_parallel=out.sequence_parallel)
+                         group=out.group, sequence_parallel=out.sequence_parallel, sizes=self.sizes)
 
     def logits(self, x: Tensor) -> Tensor:
         """`[s, b, h]` -> `[s, b, vocab]`, for a world of one (generation, the reference)."""

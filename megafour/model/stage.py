@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from megafour.config.schema import Config
 from megafour.kernels.attention import select_attention
+from megafour.kernels.attention_plain import PlainAttention
 from megafour.kernels.matmul import wide_dtype
 from megafour.mesh import Mesh
 from megafour.model.build import Build, Pass
@@ -25,6 +26,7 @@ from megafour.parallel.pipeline.partition import partition_layers
 from megafour.parallel.pipeline.select import pipeline_of
 from megafour.parallel.random import normal_rectangle
 from megafour.parallel.tensor.embedding import VocabParallelEmbedding
+from megafour.sizes import PRODUCTION, Sizes
 
 if TYPE_CHECKING:
     from megafour.data.batch import MicroBatch
@@ -59,7 +61,7 @@ class Stage(nn.Module):
                 shared = decoder.embedding.token
             self.decoders.append(decoder)
         self.positions = build.positions.to(build.device)
-        self.masks = Masks()
+        self.masks = Masks(sizes=build.sizes)
         self._packed: dict[int, tuple[MicroBatch, Packed]] = {}
         self.cos: Tensor | None = None
         self.sin: Tensor | None = None
@@ -125,7 +127,7 @@ class Stage(nn.Module):
         """
         known = self._packed.pop(id(batch), None)
         packed = known[1] if known is not None and known[0] is batch else (
-            *self.rope(batch.positions.t()), Masks(batch.document_starts))
+            *self.rope(batch.positions.t()), Masks(batch.document_starts, self.build.sizes))
         if chunk < len(self.decoders) - 1:
             self._packed[id(batch)] = (batch, packed)
         return packed
@@ -144,7 +146,7 @@ class Stage(nn.Module):
         return self.part(chunk).hidden(tokens, passed, positions[self.sequence_shard])
 
 
-def attention_kernel(config: Config, device_type: str) -> Kernel:
+def attention_kernel(config: Config, device_type: str, sizes: Sizes = PRODUCTION) -> Kernel:
     """How this device computes one block of attention.
 
     Raises:
@@ -152,12 +154,13 @@ def attention_kernel(config: Config, device_type: str) -> Kernel:
     """
     fp32_blocks, dtype = config.parallel.context.fp32_blocks, DTYPES[config.train.precision]
     backend = select_attention(config.kernels.attention, device_type, wide_dtype(dtype) if fp32_blocks else dtype,
-                               config.model.attention_dropout > 0)
-    return Kernel(backend, fp32_blocks)
+                               config.model.attention_dropout > 0, sizes.query_block)
+    return Kernel(backend, fp32_blocks, PlainAttention(sizes.query_block))
 
 
 def build_stage(config: Config, mesh: Mesh, vocab_size: int, *, attention: Core | None = None,
-                device: torch.device | None = None, weights: torch.device | None = None) -> Stage:
+                device: torch.device | None = None, weights: torch.device | None = None,
+                sizes: Sizes = PRODUCTION) -> Stage:
     """Build what this rank holds with uninitialised weights, on the mesh's device unless told (`meta` builds none).
 
     `weights`: where they are made if elsewhere: on `meta` those that are given their storage later.
@@ -166,18 +169,19 @@ def build_stage(config: Config, mesh: Mesh, vocab_size: int, *, attention: Core 
     dtype = DTYPES[config.train.precision]
     layout = layout_of(config, mesh)
     if attention is None:
-        attention = METHODS[config.parallel.context.method](layout, mesh, attention_kernel(config, mesh.device.type))
+        attention = METHODS[config.parallel.context.method](layout, mesh, attention_kernel(
+            config, mesh.device.type, sizes))
     pipeline = pipeline_of(config)
     placement, spans = pipeline.placement, partition_layers(config, pipeline, vocab_size)
     parts = [Part(range(spans[stage][0], sum(spans[stage])), stage == 0, stage == placement.stages - 1)
              for stage in placement.stages_of[mesh.group("pp").rank]]
     positions = layout.positions(mesh.cp_rank)
-    build = Build(config, mesh, dtype, device, attention, vocab_size, positions, weights or device)
+    build = Build(config, mesh, dtype, device, attention, vocab_size, positions, weights or device, sizes)
     return Stage(build, parts)
 
 
 @torch.no_grad()
-def initialize_parameter(param: nn.Parameter, seed: int) -> None:
+def initialize_parameter(param: nn.Parameter, seed: int, tile_size: int = PRODUCTION.init_tile) -> None:
     """Fill a weight from (seed, logical name, global index): alike on every mesh; padding rows are zero."""
     param.zero_()
     for piece in pieces_of(param):
@@ -185,5 +189,5 @@ def initialize_parameter(param: nn.Parameter, seed: int) -> None:
         if piece.init == "ones":
             view.fill_(1.0)
         elif piece.init == "normal":
-            values = normal_rectangle(seed, piece.name, piece.offset, piece.size)
+            values = normal_rectangle(seed, piece.name, piece.offset, piece.size, tile_size)
             view.copy_(values.mul_(piece.std))

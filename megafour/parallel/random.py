@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-TILE = 256
-"""Side of the square tiles in which initial weights are drawn: no rank draws more than its shard plus a border."""
+from megafour.sizes import PRODUCTION
 
 # Multipliers of splitmix64's finaliser (Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators").
 _MIX = (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)
@@ -24,24 +23,25 @@ def address(*parts: object) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-def normal_rectangle(seed: int, name: str, offset: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
+def normal_rectangle(seed: int, name: str, offset: tuple[int, ...], size: tuple[int, ...],
+                     tile_size: int = PRODUCTION.init_tile) -> Tensor:
     """Standard normal values of a 1-D or 2-D rectangle of the logical tensor `name`, float32 on the CPU.
 
-    The value at a global index depends only on (seed, name, index): each TILE×TILE tile has its own generator. Drawn
-    on the CPU in fp32 on every device, since generators differ between devices and dtypes.
+    The value at a global index depends only on (seed, name, index): each square tile of `tile_size` has its own
+    generator. Drawn on the CPU in fp32 on every device, since generators differ between devices and dtypes.
     """
     generator = torch.Generator()
     if len(offset) == 1:
-        return normal_rectangle(seed, name, (0, *offset), (1, *size))[0]
+        return normal_rectangle(seed, name, (0, *offset), (1, *size), tile_size)[0]
     (r0, c0), (rows, cols) = offset, size
     out = torch.empty(rows, cols)
-    for tile_row in range(r0 // TILE, -(-(r0 + rows) // TILE)):
-        for tile_col in range(c0 // TILE, -(-(c0 + cols) // TILE)):
+    for tile_row in range(r0 // tile_size, -(-(r0 + rows) // tile_size)):
+        for tile_col in range(c0 // tile_size, -(-(c0 + cols) // tile_size)):
             generator.manual_seed(address(seed, name, tile_row, tile_col))
-            tile = torch.empty(TILE, TILE).normal_(generator=generator)
-            top, left = tile_row * TILE, tile_col * TILE
-            a, b = max(top, r0), min(top + TILE, r0 + rows)
-            c, d = max(left, c0), min(left + TILE, c0 + cols)
+            tile = torch.empty(tile_size, tile_size).normal_(generator=generator)
+            top, left = tile_row * tile_size, tile_col * tile_size
+            a, b = max(top, r0), min(top + tile_size, r0 + rows)
+            c, d = max(left, c0), min(left + tile_size, c0 + cols)
             out[a - r0 : b - r0, c - c0 : d - c0] = tile[a - top : b - top, c - left : d - left]
     return out
 

@@ -19,6 +19,7 @@ from megafour.parallel.context import Core
 from megafour.parallel.data.buckets import GradientBuckets
 from megafour.parallel.pipeline.actions import Pair
 from megafour.parallel.pipeline.select import micro_batches, pipeline_of
+from megafour.sizes import PRODUCTION, Sizes
 from megafour.trainer.scaler import LossScaler
 from megafour.trainer.spikes import SpikeGuard
 from megafour.trainer.step import TrainState
@@ -76,20 +77,22 @@ def sharing_groups(config: Config, mesh: Mesh) -> tuple[Group, Group]:
 
 
 def build_buckets(config: Config, mesh: Mesh, vocab_size: int, *, attention: Core | None = None,
-                  trained: bool = True) -> tuple[Stage, GradientBuckets]:
+                  trained: bool = True, sizes: Sizes = PRODUCTION) -> tuple[Stage, GradientBuckets]:
     """What this rank holds, with uninitialised weights: under ZeRO 3 only its share of them ever has storage."""
     (shard, replicas), (zero_stage, _) = sharing_groups(config, mesh), sharing(config.parallel)
     stage = build_stage(config, mesh, vocab_size, attention=attention,
-                        weights=torch.device("meta") if zero_stage == 3 else None)
+                        weights=torch.device("meta") if zero_stage == 3 else None, sizes=sizes)
     accumulate = wide_dtype(DTYPES[config.train.precision])
     return stage, GradientBuckets(stage.parameters(), shard, replicas=replicas, zero_stage=zero_stage,
-                                  accumulate=accumulate, units=stage.units(), device=mesh.device, trained=trained)
+                                  accumulate=accumulate, units=stage.units(), device=mesh.device, trained=trained,
+                                  sizes=sizes)
 
 
-def build_state(config: Config, mesh: Mesh, vocab_size: int, *, attention: Core | None = None) -> TrainState:
+def build_state(config: Config, mesh: Mesh, vocab_size: int, *, attention: Core | None = None,
+                sizes: Sizes = PRODUCTION) -> TrainState:
     """Stage, buckets, optimizer and pipeline of this rank, with initial weights from run.seed."""
-    stage, buckets = build_buckets(config, mesh, vocab_size, attention=attention)
-    buckets.fill(partial(initialize_parameter, seed=config.run.seed))
+    stage, buckets = build_buckets(config, mesh, vocab_size, attention=attention, sizes=sizes)
+    buckets.fill(partial(initialize_parameter, seed=config.run.seed, tile_size=sizes.init_tile))
     optimizer = ShardedOptimizer(config.optimizer, buckets)
     groups = {"tp": mesh.group("tp"), "kv": mesh.kv_replicas(config.model.kv_heads),
               "embedding": mesh.group("embedding")}

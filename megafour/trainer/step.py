@@ -144,7 +144,7 @@ def count_valid_tokens(batches: list[MicroBatch], mesh: Mesh) -> int:
 
 def sum_over_world(state: TrainState, loss_part: Tensor, flag: float) -> tuple[float, float, float]:
     """(loss, gradient norm, flags), each summed with every logical part counted once, in one small all-reduce."""
-    mesh, squares = state.mesh, squared_norm(state.buckets.buckets)
+    mesh, squares = state.mesh, squared_norm(state.buckets.buckets, state.buckets.sizes.norm_row)
     counts_loss = state.stage.is_last and mesh.group("tp").rank == 0
     counts_norm = state.buckets.primary
     zero = torch.zeros((), dtype=torch.float64, device=mesh.device)

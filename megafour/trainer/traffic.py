@@ -14,23 +14,25 @@ from megafour.parallel.context.mask import Masks
 from megafour.parallel.pipeline.partition import partition_layers
 from megafour.parallel.pipeline.select import pipeline_of
 from megafour.parallel.tensor.cross_entropy import chunk_tokens
+from megafour.sizes import PRODUCTION, Sizes
 from megafour.trainer.step import TrainState
 
 
-def formulas(config: Config, mesh: Mesh, vocab_size: int) -> StepTraffic:
+def formulas(config: Config, mesh: Mesh, vocab_size: int, sizes: Sizes = PRODUCTION) -> StepTraffic:
     """The formulas for a resolved config, from where this rank stands."""
     place = Place(mesh.group("pp").rank, mesh.group("tp").rank, mesh.group("ring").rank, mesh.group("dp_cp").rank)
     pipeline = pipeline_of(config)
     spans = partition_layers(config, pipeline, vocab_size)
     stages = Stages(pipeline.placement.rank_of, [range(first, first + count) for first, count in spans])
-    return StepTraffic(config, place, stages, vocab_size)
+    return StepTraffic(config, place, stages, vocab_size, sizes)
 
 
 def predicted(config: Config, mesh: Mesh, vocab_size: int, batches: list[MicroBatch], *,
-              updated: bool = True) -> Traffic:
+              updated: bool = True, sizes: Sizes = PRODUCTION) -> Traffic:
     """Bytes of the step on these micro-batches; `updated`: whether the optimizer stepped."""
-    return formulas(config, mesh, vocab_size).step(
-        chunk_tokens=chunk_tokens(-(-vocab_size // mesh.tp)), reach=_reach(config, mesh, batches), updated=updated)
+    return formulas(config, mesh, vocab_size, sizes).step(
+        chunk_tokens=chunk_tokens(-(-vocab_size // mesh.tp), sizes), reach=_reach(config, mesh, batches),
+        updated=updated)
 
 
 def _reach(config: Config, mesh: Mesh, batches: list[MicroBatch]) -> Reach | None:
@@ -46,7 +48,7 @@ def table(config: Config, state: TrainState, batches: list[MicroBatch], seconds:
     """This rank's traffic in a step that took `seconds`, as aligned text: one row for each axis and primitive."""
     mesh, ledger = state.mesh, state.mesh.ledger
     assert ledger is not None
-    want = predicted(config, mesh, state.stage.build.vocab_size, batches, updated=updated)
+    want = predicted(config, mesh, state.stage.build.vocab_size, batches, updated=updated, sizes=state.buckets.sizes)
     said = {(axis, primitive): nbytes for axis, primitive, _, nbytes in want.rows()}
     counted = ledger.totals()
     lines = [f"{'axis':<12}{'primitive':<16}{'calls':>8}{'bytes':>18}{'predicted':>18}{'time':>8}"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megafour.config.errors import ConfigError
@@ -12,6 +12,7 @@ from megafour.config.rules import resolve, smallest_world
 from megafour.config.rules_pipeline import is_own_schedule, stages_a_rank
 from megafour.config.schema import Config
 from megafour.parallel.pipeline.select import check_pipeline, pipeline_of
+from megafour.sizes import TOY, Sizes
 from megafour.verify.matrix import Degrees, Row, parse_mesh
 
 VOCAB = 67
@@ -24,6 +25,10 @@ MIN_SEQ = 24
 """Shortest sequence; longer ones only where a mesh asks for it."""
 
 MAX_ACCUMULATION = 4
+
+RATES = {"adamw": 0.1, "sgd": 1.0}
+"""The highest learning rates of a comparison: at 1,000 the toy's weights overflow within the steps compared, and each
+rounding with them."""
 
 RATE_16_BIT = 1e-4
 """The highest learning rate of a 16-bit comparison. AdamW's first steps follow the sign of a gradient, which rounding
@@ -38,10 +43,18 @@ class Case:
     config: Config
     valid: str = "mixed"
     options: tuple[tuple[str, str], ...] = ()
+    thorough: bool = False
+    """Whether the mesh also skips a step, evaluates, and saves what is then resumed and continues a prompt."""
+    resumed: tuple[Degrees, Config] | None = None
+    """Another mesh, and the same config on it: there the run goes on from what this mesh saved."""
+    sizes: Sizes = TOY
+    vocab_size: int = VOCAB
+    measures_rounding: bool = True
+    """Whether the reference measures what rounding does to each gradient, by another pass in fp32."""
 
 
 def user_cases(config: Config, meshes: Sequence[Degrees], steps: int, precision: str = "fp64",
-               device: str = "cpu") -> list[Case]:
+               device: str = "cpu", *, thorough: bool = False) -> list[Case]:
     """The user's own options on every mesh.
 
     Raises:
@@ -49,7 +62,37 @@ def user_cases(config: Config, meshes: Sequence[Degrees], steps: int, precision:
     """
     resolve(config, smallest_world(config), data=False)
     toy = shrink(config, meshes, steps, precision, device)
-    return [Case(mesh, place(toy, config, mesh, accumulation(config))) for mesh in meshes]
+    cases = [Case(mesh, place(toy, config, mesh, accumulation(config))) for mesh in meshes]
+    if not thorough:
+        return cases
+    others = [[*meshes[i + 1:], *meshes[:i], Degrees()] for i in range(len(meshes))]
+    return [replace(case, thorough=True, resumed=resumed_on(toy, config, case, others[i]))
+            for i, case in enumerate(cases)]
+
+
+def other_cases(config: Config, steps: int, precision: str = "fp64", device: str = "cpu") -> list[Case]:
+    """The user's options with masks and dropout beside them, whose paths a config without either never takes."""
+    window = max(2, 5 * config.data.seq_length // MIN_SEQ)
+    rows: list[tuple[str, dict[str, str], dict[str, Any]]] = [
+        ("dp2-cp2", {"documents": "on", "window": "pattern"},
+         {"data.document_mask": True, "model.attention_window": [None, window]}),
+        ("pp2-tp2", {"dropout": "on"},
+         {"model.attention_dropout": 0.1, "model.hidden_dropout": 0.1, "kernels.attention": "auto"})]
+    return [replace(case, options=tuple(options.items())) for mesh, options, values in rows
+            for case in user_cases(config.replace(values), [parse_mesh(mesh)], steps, precision, device, thorough=True)]
+
+
+def resumed_on(toy: Config, config: Config, case: Case, others: Sequence[Degrees]) -> tuple[Degrees, Config] | None:
+    """The first of `others`, of no more ranks, on which the toy runs with the case's global batch."""
+    batch, size = case.config.train.global_batch_size, case.config.train.micro_batch_size
+    for other in others:
+        if other == case.degrees or other.world > case.degrees.world or batch % (other.dp * size):
+            continue
+        try:
+            return other, place(toy, config, other, batch // (other.dp * size))
+        except ConfigError:    # a rule of that mesh, or a schedule that takes no such number of micro-batches
+            continue
+    return None
 
 
 def accumulation(config: Config) -> int:
@@ -72,7 +115,6 @@ def shrink(config: Config, meshes: Sequence[Degrees], steps: int, precision: str
     head_dim = 8 if device == "cuda" else min(8, max(4, HIDDEN // heads // 2 * 2))
     hidden = max(8, round(heads * head_dim * model.hidden_size / (model.num_attention_heads * model.head_size)))
     ffn_unit = math.lcm(*tps)
-    rate = min(config.optimizer.lr, RATE_16_BIT) if precision == "bf16" else config.optimizer.lr
     return config.replace({
         "model.preset": None, "model.num_attention_heads": heads, "model.num_key_value_heads": kv,
         "model.head_dim": head_dim, "model.hidden_size": hidden, "model.vocab_size": VOCAB,
@@ -84,18 +126,25 @@ def shrink(config: Config, meshes: Sequence[Degrees], steps: int, precision: str
         "model.rope_scaling": _rope_scaling(config, seq),
         "model.attention_window": _window(config, seq),
         "data": {"seq_length": seq, "document_mask": config.data.document_mask},
-        "train.micro_batch_size": min(config.train.micro_batch_size, 2), "train.precision": precision,
-        "train.steps": 2 * steps, "train.tokens": None,
+        "train.micro_batch_size": min(config.train.micro_batch_size, 2),
+        **trained_for(config, steps, precision, device),
+    })
+
+
+def trained_for(config: Config, steps: int, precision: str, device: str) -> dict[str, Any]:
+    """How a verification trains, whatever the size of the model."""
+    rate = min(config.optimizer.lr, RATE_16_BIT if precision == "bf16" else RATES[config.optimizer.name])
+    return {
+        "train.precision": precision, "train.steps": 2 * steps, "train.tokens": None,
         "optimizer.eps": max(config.optimizer.eps, 1e-8),
         "optimizer.lr": rate, "lr_schedule": _lr_schedule(config, steps, rate),
         "run.device": device, "run.name": "verify", "run.dir": "runs/{name}",
         "kernels": config.kernels.model_dump() if device == "cuda" else {},
-        "checkpoint": {}, "eval": {}, "logging": {},
-    })
+        "checkpoint": {}, "eval": {}, "logging": {}}
 
 
-def place(toy: Config, config: Config, mesh: Degrees, micro_batches: int) -> Config:
-    """The toy on one mesh, resolved; `config` says how the layers are cut."""
+def place(toy: Config, config: Config, mesh: Degrees, micro_batches: int, size: str = "toy") -> Config:
+    """The toy on one mesh, resolved; `config` says how the layers are cut, `size` what a message calls the toy."""
     placed = toy.replace({
         "parallel.dp": mesh.dp, "parallel.pp": mesh.pp, "parallel.tp": mesh.tp, "parallel.cp": mesh.cp,
         "parallel.pipeline.partition": _partition(config, toy.model.num_layers, stages_on(config, mesh)),
@@ -107,7 +156,7 @@ def place(toy: Config, config: Config, mesh: Degrees, micro_batches: int) -> Con
         check_pipeline(resolved)
         return resolved
     except ConfigError as error:
-        raise ConfigError(f"mesh {mesh.words}, at toy size: {error}") from None
+        raise ConfigError(f"mesh {mesh.words}, at {size} size: {error}") from None
 
 
 def toy_seq_length(meshes: Sequence[Degrees]) -> int:
@@ -227,7 +276,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 """What the two families of a covering walk set."""
 
 
-def option_case(config: Config, row: Row, steps: int, precision: str = "fp64", device: str = "cpu") -> Case:
+def option_case(config: Config, row: Row, steps: int, precision: str = "fp64", device: str = "cpu", *,
+                thorough: bool = False) -> Case:
     """The toy of one row of a covering array: the user's config with the row's options over it."""
     mesh = parse_mesh(row["mesh"])
     context = _row_context(row, mesh)
@@ -259,7 +309,14 @@ def option_case(config: Config, row: Row, steps: int, precision: str = "fp64", d
     if row.get("layers") == "explicit":    # the surplus layer where the automatic cut would not put it
         asked = asked.replace({"parallel.pipeline.partition": [*[1] * (stages - 1), layers - stages + 1]})
     options = tuple((name, value) for name, value in row.items() if name != "mesh")
-    return Case(mesh, place(toy, asked, mesh, int(row["micro_batches"])), row["valid"], options)
+    case = Case(mesh, place(toy, asked, mesh, int(row["micro_batches"])), row["valid"], options)
+    if not thorough:
+        return case
+    rest = mesh.dp * mesh.tp * mesh.cp
+    others = [Degrees(tp=rest), Degrees(cp=rest), Degrees(dp=mesh.dp, cp=mesh.tp * mesh.cp), Degrees(cp=2), Degrees()]
+    no_stages = {"parallel.pipeline": {}, "parallel.tp": 1, "parallel.cp": 1, "parallel.pp": 1}
+    toy = toy.replace({"parallel.pipeline": {}})
+    return replace(case, thorough=True, resumed=resumed_on(toy, asked.replace(no_stages), case, others))
 
 
 def _row_context(row: Row, mesh: Degrees) -> dict[str, Any]:

@@ -14,7 +14,19 @@ from megafour.parallel.context.layout import Layout
 
 VALID = ("all", "uneven", "empty-rank")
 """Which tokens are trained: all; an uneven number in each sample, one sample none; a data- or context-parallel rank
-none. `mixed` takes one after the other, a step each."""
+none. `mixed` takes one after the other, a step each; `one` trains a single token of the whole batch."""
+
+
+EVALUATION = (1000, "uneven")
+"""The step whose batch is evaluated, which no training reaches, and which tokens of it count."""
+
+GENERATED = 6
+"""Tokens that a saved model continues a prompt by."""
+
+
+def prompt_of(vocab_size: int, seq_length: int) -> list[int]:
+    """The prompt that is continued: so long that with its last tokens it no longer fits the sequence."""
+    return [(7 * i + 3) % vocab_size for i in range(max(1, seq_length - GENERATED // 2))]
 
 
 class ToyDataset:
@@ -47,6 +59,9 @@ class ToyDataset:
         """Boolean `[seq_length + 1]`."""
         none = np.zeros(self.seq_length + 1, dtype=bool)
         parallel, batch = self.config.parallel, self.config.train.global_batch_size
+        if kind == "one":
+            kept = np.arange(self.seq_length + 1)
+            return ~((kept == 3) | (kept == 4)) if member == 0 else ~none
         if kind == "uneven":
             if member == 1:
                 return ~none

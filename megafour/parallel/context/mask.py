@@ -11,11 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-TILE = 128
-"""Query rows of a block whose mask is written out; its keys are at most twice as many."""
-
-SHORT = 16
-"""Runs of rows shorter than this share tiles: a kernel call costs more than the masked part of a tile."""
+from megafour.sizes import PRODUCTION, Sizes
 
 
 class Kind(StrEnum):
@@ -68,6 +64,7 @@ class Mask:
     """Keys that a query sees at most, its own among them; None: all before it."""
     starts: Tensor | None = None
     """int64 `[b, seq]` on the CPU: where each token's document begins; None: one document a sample."""
+    sizes: Sizes = PRODUCTION
     _known: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @property
@@ -114,7 +111,7 @@ class Mask:
     def _cut(self, queries: np.ndarray, keys: np.ndarray, sample: int, samples: slice) -> Iterator[Block]:
         low = np.searchsorted(keys, self.first_visible(queries, sample), side="left")
         high = np.searchsorted(keys, queries, side="right")
-        return staircase(low, high, samples)
+        return staircase(low, high, samples, self.sizes)
 
 
 @dataclass
@@ -123,30 +120,33 @@ class Masks:
 
     starts: Tensor | None = None
     """As `Mask.starts`."""
+    sizes: Sizes = PRODUCTION
     _masks: dict[int | None, Mask] = field(default_factory=dict, repr=False)
 
     def within(self, window: int | None) -> Mask:
         """The mask of a layer with this window."""
-        return self._masks.setdefault(window, Mask(window, self.starts))
+        return self._masks.setdefault(window, Mask(window, self.starts, self.sizes))
 
 
-def staircase(low: np.ndarray, high: np.ndarray, samples: slice = slice(None)) -> Iterator[Block]:
+def staircase(low: np.ndarray, high: np.ndarray, samples: slice = slice(None),
+              sizes: Sizes = PRODUCTION) -> Iterator[Block]:
     """Blocks that together hold key j of row i exactly where low[i] <= j < high[i]; neither bound ever falls.
 
     Rows with one lower bound whose upper bound stands still are one rectangle; where it grows by one a row, they are a
-    rectangle and a causal square. Whatever else there is goes into tiles of at most TILE rows.
+    rectangle and a causal square. Whatever else there is goes into tiles of at most `sizes.mask_rows` rows.
     """
+    short = sizes.short_run
     runs = list(_runs(low, high))
-    few = len(runs) <= SHORT
+    few = len(runs) <= short
     pending: list[tuple[int, int]] = []
     for begin, end, regular in runs:
-        if regular and (few or end - begin >= SHORT):
-            yield from _tiles(pending, low, high, samples)
+        if regular and (few or end - begin >= short):
+            yield from _tiles(pending, low, high, samples, sizes.mask_rows)
             pending = []
             yield from _run(begin, end, low, high, samples)
         else:
             pending.append((begin, end))
-    yield from _tiles(pending, low, high, samples)
+    yield from _tiles(pending, low, high, samples, sizes.mask_rows)
 
 
 def _runs(low: np.ndarray, high: np.ndarray) -> Iterator[tuple[int, int, bool]]:
@@ -177,8 +177,9 @@ def _run(begin: int, end: int, low: np.ndarray, high: np.ndarray, samples: slice
         yield Block(samples, rows, slice(until, until + end - begin), Kind.CAUSAL)
 
 
-def _tiles(runs: list[tuple[int, int]], low: np.ndarray, high: np.ndarray, samples: slice) -> Iterator[Block]:
-    """Adjacent short runs in tiles of at most TILE rows."""
+def _tiles(runs: list[tuple[int, int]], low: np.ndarray, high: np.ndarray, samples: slice,
+           most: int) -> Iterator[Block]:
+    """Adjacent short runs in tiles of at most `most` rows."""
     joined: list[list[int]] = []
     for begin, end in runs:
         if joined and joined[-1][1] == begin:
@@ -187,22 +188,22 @@ def _tiles(runs: list[tuple[int, int]], low: np.ndarray, high: np.ndarray, sampl
             joined.append([begin, end])
     for begin, end in joined:
         begin += int(np.argmax(low[begin:end] < high[begin:end]))    # rows before the first that sees a key
-        for row in range(begin, end, TILE):
-            yield from _tile(row, min(row + TILE, end), low, high, samples)
+        for row in range(begin, end, most):
+            yield from _tile(row, min(row + most, end), low, high, samples, most)
 
 
-def _tile(begin: int, end: int, low: np.ndarray, high: np.ndarray, samples: slice) -> Iterator[Block]:
+def _tile(begin: int, end: int, low: np.ndarray, high: np.ndarray, samples: slice, most: int) -> Iterator[Block]:
     """Rows [begin, end): what all see as a rectangle, the edges as tiles; halved where an edge is too wide for one."""
     left, right = int(low[begin]), int(high[end - 1])
     inner, outer = int(low[end - 1]), int(high[begin])
-    if right - left <= 2 * TILE:
+    if right - left <= 2 * most:
         edges, whole = [(left, right)], None
-    elif max(inner - left, right - outer) <= 2 * TILE and inner <= outer:
+    elif max(inner - left, right - outer) <= 2 * most and inner <= outer:
         edges, whole = [(left, inner), (outer, right)], (inner, outer)
     else:
         middle = (begin + end) // 2
-        yield from _tile(begin, middle, low, high, samples)
-        yield from _tile(middle, end, low, high, samples)
+        yield from _tile(begin, middle, low, high, samples, most)
+        yield from _tile(middle, end, low, high, samples, most)
         return
     rows = slice(begin, end)
     if whole is not None and whole[0] < whole[1]:

@@ -17,9 +17,7 @@ from megafour.parallel.data.gathering import Gathering, hook_units
 from megafour.parallel.data.reduction import Look, Reduction
 from megafour.parallel.data.units import Unit, described, uses_decay
 from megafour.parallel.grads import Deferral, attach_main_grad
-
-_ROW = 4096
-"""Elements whose squares are added in fp32: enough to fill a kernel, few enough to lose nothing."""
+from megafour.sizes import PRODUCTION, Sizes
 
 
 class GradientBuckets:
@@ -32,7 +30,7 @@ class GradientBuckets:
 
     def __init__(self, params: Iterable[nn.Parameter], group: Group, *, zero_stage: int, accumulate: torch.dtype,
                  replicas: Group | None = None, units: Sequence[Unit] = (), device: torch.device | None = None,
-                 trained: bool = True) -> None:
+                 trained: bool = True, sizes: Sizes = PRODUCTION) -> None:
         """Move the parameters into flat buckets.
 
         Args:
@@ -43,9 +41,10 @@ class GradientBuckets:
             units: what ZeRO 2 and 3 reduce and gather together.
             device: of parameters on `meta`.
             trained: False has no gradients, for inference.
+            sizes: of buckets and shares.
         """
         self.group, self.replicas = group, replicas or solo("replicas")
-        self.zero_stage = zero_stage
+        self.zero_stage, self.sizes = zero_stage, sizes
         self.deferral = Deferral()
         """Where weight gradients wait when a schedule splits the backward."""
         self._gathering = Gathering(self.group) if self.zero_stage == 3 else None
@@ -54,8 +53,9 @@ class GradientBuckets:
         wide = torch.empty((), dtype=accumulate).element_size()
         self._trained = trained
         self.buckets = [self._flatten([ordered[i] for i in chosen], known[chosen[0]].chunk, accumulate, device)
-                        for chosen in plan(known, wide, self.zero_stage)]
-        self._reduction = Reduction(self.buckets, self.group, self.replicas, each=self.zero_stage >= 2)
+                        for chosen in plan(known, wide, self.zero_stage, sizes.bucket_bytes)]
+        self._reduction = Reduction(self.buckets, self.group, self.replicas, each=self.zero_stage >= 2,
+                                    in_flight=sizes.in_flight)
         for bucket in self.buckets:
             for param in bucket.params if trained else ():
                 attach_main_grad(param, partial(bucket.grad_of, param), self._reduction.ready, self.deferral)
@@ -69,7 +69,7 @@ class GradientBuckets:
 
     def _flatten(self, params: list[nn.Parameter], chunk: int, accumulate: torch.dtype,
                  device: torch.device | None) -> Bucket:
-        total = padded(sum(p.numel() for p in params), self.group.size)
+        total = padded(sum(p.numel() for p in params), self.group.size, self.sizes.share_unit)
         share = total // self.group.size
         shard = slice(self.group.rank * share, (self.group.rank + 1) * share) if self.zero_stage else slice(0, total)
         meta = params[0].is_meta
@@ -176,34 +176,38 @@ def sync_replicated(buckets: Iterable[Bucket], groups: dict[str, Group]) -> None
             part.copy_(summed)
 
 
-def squared_norm(buckets: Iterable[Bucket]) -> Tensor:
-    """This rank's share of the squared gradient norm, 0-D float64: counted pieces of its shards only."""
+def squared_norm(buckets: Iterable[Bucket], row: int = PRODUCTION.norm_row) -> Tensor:
+    """This rank's share of the squared gradient norm, 0-D float64: counted pieces of its shards only.
+
+    A piece that another rank counts adds nothing, but where it is not finite here, the share is not either.
+    """
     total: Tensor | None = None
     for bucket in buckets:
-        for a, b in _merged(bucket):
-            part = _squares(bucket.grad_shard[a:b])
-            total = part if total is None else total + part
+        for counted in (True, False):
+            for a, b in _merged(bucket, counted):
+                part = _squares(bucket.grad_shard[a:b], row) * (1.0 if counted else 0.0)
+                total = part if total is None else total + part
         total = torch.zeros((), dtype=torch.float64, device=bucket.grad_shard.device) if total is None else total
     assert total is not None
     return total
 
 
-def _squares(flat: Tensor) -> Tensor:
-    """The sum of the squares of a flat tensor, 0-D float64: rows in the tensor's dtype, then rows in float64.
+def _squares(flat: Tensor, row: int) -> Tensor:
+    """The sum of the squares of a flat tensor, 0-D float64: rows of `row` in the tensor's dtype, their sums in float64.
 
     One `vector_norm` over all of it adds up in fp32 on CPUs, element after element: 4e-4 too little for ten million
     elements, and 1% for a hundred million, which would make clipping and `grad_norm` depend on how the mesh cuts them.
     """
-    even = flat.numel() // _ROW * _ROW
+    even = flat.numel() // row * row
     return sum((torch.linalg.vector_norm(part, dim=1).double().square().sum()
-                for part in (flat[:even].view(-1, _ROW), flat[even:].view(1, -1))), start=flat.new_zeros(()).double())
+                for part in (flat[:even].view(-1, row), flat[even:].view(1, -1))), start=flat.new_zeros(()).double())
 
 
-def _merged(bucket: Bucket) -> list[tuple[int, int]]:
-    """The counted ranges of the shard, neighbours joined, so that a bucket costs a few kernels."""
+def _merged(bucket: Bucket, counted: bool) -> list[tuple[int, int]]:
+    """The ranges of the shard that are counted, or are not, neighbours joined: a bucket costs a few kernels."""
     spans: list[tuple[int, int]] = []
     for _, piece, a, b in bucket.shard_ranges():
-        if not piece.counted:
+        if piece.counted is not counted:
             continue
         if spans and spans[-1][1] == a:
             spans[-1] = (spans[-1][0], b)

@@ -12,9 +12,7 @@ from torch import nn
 from megafour.comm import primitives
 from megafour.comm.group import Group
 from megafour.parallel.data.bucket import Bucket
-
-IN_FLIGHT = 2
-"""Reductions that may be under way while the next bucket fills, where each holds a whole bucket's buffer."""
+from megafour.sizes import PRODUCTION
 
 Look = Callable[[Bucket], None]
 """Sees a bucket whose gradients are complete on this rank, in place of their reduction."""
@@ -43,7 +41,9 @@ class Reduction:
     two uses, is summed with it.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], shard: Group, replicas: Group, *, each: bool) -> None:
+    def __init__(self, buckets: Sequence[Bucket], shard: Group, replicas: Group, *, each: bool,
+                 in_flight: int = PRODUCTION.in_flight) -> None:
+        self.in_flight = in_flight
         self.buckets, self.shard, self.replicas, self.each = buckets, shard, replicas, each
         self._of = {param: bucket for bucket in buckets for param in bucket.params}
         self._queues: dict[int, _Queue] = {}
@@ -97,7 +97,7 @@ class Reduction:
             bucket.drop_grads()
             self._flying.append((bucket, pending))
             # Landing early frees a buffer, or lets the sum over replicas begin; what needs neither never waits.
-            while len(self._flying) > IN_FLIGHT and (self.each or self.replicas.size > 1):
+            while len(self._flying) > self.in_flight and (self.each or self.replicas.size > 1):
                 self._land()
 
     def _land(self) -> None:

@@ -11,20 +11,15 @@ from megafour.comm import primitives
 from megafour.comm.group import Group
 from megafour.kernels.matmul import add_mm_, linear, mm, wide_dtype
 from megafour.parallel.grads import add_grad
+from megafour.sizes import PRODUCTION, Sizes
 
 IGNORE = -100
 """Label of a token that is not trained."""
 
-_CHUNK_LOGITS = 1 << 24
-_MIN_CHUNK = 256
 
-
-def chunk_tokens(vocab_local: int) -> int:
-    """Tokens a chunk holds: about 64 MiB of fp32 logits, but never fewer than 256 tokens.
-
-    2 to 4 chunks of a 1,024-token, 32,000-word step are fastest on CPU; smaller matmuls lose more than they save.
-    """
-    return max(_MIN_CHUNK, _CHUNK_LOGITS // max(vocab_local, 1))
+def chunk_tokens(vocab_local: int, sizes: Sizes = PRODUCTION) -> int:
+    """Tokens that a chunk holds: as many as `sizes.head_logits` allows, but never fewer than `sizes.head_tokens`."""
+    return max(sizes.head_tokens, sizes.head_logits // max(vocab_local, 1))
 
 
 def _chunk_losses(logits: Tensor, labels: Tensor, first: int, group: Group) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -54,7 +49,7 @@ class _HeadLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: nn.Parameter, labels: Tensor, scale: Tensor, first: int, valid: int,
-                group: Group, sp: bool, train: bool) -> tuple[Tensor, Tensor]:
+                group: Group, sp: bool, train: bool, sizes: Sizes) -> tuple[Tensor, Tensor]:
         full = primitives.all_gather(x, group) if sp else x
         flat, targets = full.reshape(-1, full.shape[-1]), labels.reshape(-1)
         rows = weight.detach()[:valid]
@@ -63,7 +58,7 @@ class _HeadLoss(torch.autograd.Function):
         grad_w: Tensor | None = None
         losses = flat.new_empty(flat.shape[0], dtype=compute)
         # By the padded rows: the last tp rank has fewer words, and all must cut the same chunks for their collectives.
-        step = chunk_tokens(weight.shape[0])
+        step = chunk_tokens(weight.shape[0], sizes)
         for a in range(0, flat.shape[0], step):
             part, label = flat[a : a + step], targets[a : a + step]
             logits = linear(part, rows).to(compute)
@@ -93,11 +88,11 @@ class _HeadLoss(torch.autograd.Function):
         moving = move(grad_x, ctx.group, async_op=True)
         weight_grad = add_grad(ctx.weight, lambda buffer: buffer[: ctx.valid].add_(
             grad_w * upstream if buffer.device.type != "cpu" or float(upstream) != 1.0 else grad_w))
-        return moving.wait(), weight_grad, *[None] * 7
+        return moving.wait(), weight_grad, *[None] * 8
 
 
 def head_loss(x: Tensor, weight: nn.Parameter, labels: Tensor, scale: Tensor, *, first: int, valid: int, group: Group,
-              sequence_parallel: bool) -> tuple[Tensor, Tensor]:
+              sequence_parallel: bool, sizes: Sizes = PRODUCTION) -> tuple[Tensor, Tensor]:
     """Cross-entropy of a language-model head.
 
     x: `[s, b, h]` (or `[s/n, b, h]` under sequence parallelism); weight: `[v_local, h]`, of which `valid` rows from
@@ -107,4 +102,4 @@ def head_loss(x: Tensor, weight: nn.Parameter, labels: Tensor, scale: Tensor, *,
     """
     train = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     sp = sequence_parallel and group.size > 1
-    return _HeadLoss.apply(x, weight, labels, scale, first, valid, group, sp, train)
+    return _HeadLoss.apply(x, weight, labels, scale, first, valid, group, sp, train, sizes)
