@@ -74,7 +74,9 @@ Checked at start, on every rank; the message shows the equation with its numbers
   `model.ffn_hidden_size` is a multiple of tp. The vocabulary is padded and has no rule.
 - pp · virtual stages ≤ layers; an explicit `parallel.pipeline.partition` has as many entries of at least 1 that add up
   to the layers.
-- RoPE: the head dimension is even. Learned positions: `data.seq_length` ≤ `model.max_position_embeddings`.
+- RoPE: the head dimension is even. Scalings: `factor` ≥ 1; llama3: `low_freq_factor` < `high_freq_factor`; yarn:
+  `rope_theta` > 1, `beta_slow` ≤ `beta_fast`; the original length ≤ `model.max_position_embeddings`.
+- Learned positions: `data.seq_length` ≤ `model.max_position_embeddings`.
 - One of `train.steps` and `train.tokens`; warm-up < steps, warm-up < decay (wsd: warm-up + decay ≤ steps),
   min_lr ≤ lr.
 - `data.train` names a dataset; `eval.every` needs `data.valid` or a `data.split` with a validation part.
@@ -82,8 +84,10 @@ Checked at start, on every rank; the message shows the equation with its numbers
 ## Presets
 
 `model.preset` takes one of these names, or the path of a Hugging Face folder or of its `config.json` (model types
-llama, mistral, qwen2, qwen3, gpt2). What such a file asks for and this version does not compute is
-refused by name.
+llama, mistral, qwen2, qwen3, gpt2). Its values have the types that `transformers` asks for. What such a file asks for
+and this version does not compute is refused by name; keys that are not known, and whose names say nothing about the
+forward pass, are listed in one note. Where `layer_types` mixes full and sliding attention,
+`model.attention_window` is a list. A length given as `max_sequence_length` is ignored, as `transformers` does.
 
 """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral-window": ("Mistral", {**SMALL, "sliding_window": 7, "rope_parameters": PLAIN}),
     "qwen3-window": ("Qwen3", {**SMALL, "head_dim": 16, "use_sliding_window": True, "sliding_window": 5,
                                "max_window_layers": 0, "rope_parameters": PLAIN}),
+    "qwen2-later-window": ("Qwen2", {**SMALL, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1,
+                                     "rope_parameters": PLAIN}),
+    "qwen3-mixed-window": ("Qwen3", {**SMALL, "head_dim": 16, "use_sliding_window": True, "sliding_window": 5,
+                                     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+                                     "rope_parameters": PLAIN}),
     "qwen2": ("Qwen2", {**SMALL, "rope_parameters": {**PLAIN, "rope_theta": 1e6}}),
     "qwen3": ("Qwen3", {**SMALL, "head_dim": 16, "tie_word_embeddings": True, "rope_parameters": PLAIN}),
     "gpt2": ("GPT2", dict(vocab_size=VOCAB, n_positions=64, n_embd=32, n_layer=3, n_head=4, bos_token_id=None,
@@ -65,6 +71,18 @@ def save_model(kind: str, folder: Path, dtype: torch.dtype = torch.float64, **ho
             param.add_(torch.empty_like(param).normal_(0, 0.1 if param.dim() == 1 else 0.05))
     model.save_pretrained(folder, **how)
     return model
+
+
+def save_config(config: dict[str, Any], folder: Path) -> Any:
+    """Write a random fp64 model of a `config.json`'s content, as `transformers` makes it of that; returns it."""
+    import transformers
+
+    made = transformers.CONFIG_MAPPING[config["model_type"]](**copy.deepcopy(config))
+    made._attn_implementation = "sdpa"
+    torch.manual_seed(3)
+    model = transformers.AutoModelForCausalLM.from_config(made).double()
+    model.save_pretrained(folder)
+    return doubled(model)
 
 
 def open_model(folder: Path, dtype: torch.dtype = torch.float64) -> Any:

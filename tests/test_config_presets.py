@@ -19,6 +19,9 @@ GPT2 = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_si
         "activation_function": "gelu_new", "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.0}
 
 
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
 def written(tmp_path, values):
     (tmp_path / "config.json").write_text(json.dumps(values))
     return tmp_path
@@ -75,6 +78,17 @@ def test_a_hugging_face_folder_and_its_file(tmp_path):
       "max_window_layers": 28}, {"qk_norm": True, "head_dim": 32, "qkv_bias": False}),
     ({**NO_BIAS, "model_type": "qwen2", "use_sliding_window": False},
      {"qkv_bias": True, "linear_bias": False}),
+    ({**NO_BIAS, "model_type": "qwen2", "use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1},
+     {"attention_window": [None, 64, 64]}),
+    ({**NO_BIAS, "model_type": "qwen3", "use_sliding_window": True, "sliding_window": 64,
+      "layer_types": [FULL, SLIDING, FULL]}, {"attention_window": [None, 64]}),
+    ({**LLAMA, "rope_scaling": {"type": "yarn", "factor": 2.0, "mscale": 0.7}}, {"rope_scaling": {
+        "type": "yarn", "factor": 2.0, "original_max_position_embeddings": 256}}),
+    ({**LLAMA, "rope_scaling": {"type": "yarn", "factor": None, "original_max_position_embeddings": 64, "mscale": 1.0,
+                                "mscale_all_dim": 1.0}}, {"rope_scaling": {
+        "type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "attention_factor": 1.0}}),
+    ({**LLAMA, "rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"rope_type": "default"}},
+     {"rope_scaling": {"type": "linear", "factor": 2.0}}),
     (GPT2, {"norm": "layernorm", "activation": "gelu_tanh", "position": "learned", "hidden_dropout": 0.1,
             "tie_embeddings": True, "ffn_hidden_size": 256, "linear_bias": True, "qkv_bias": True}),
 ])
@@ -85,17 +99,17 @@ def test_families(tmp_path, values, expected):
 
 
 @pytest.mark.parametrize(("values", "word"), [
-    ({**LLAMA, "model_type": "mixtral"}, "model_type = 'mixtral'"),
+    ({**LLAMA, "model_type": "mixtral"}, 'model_type = "mixtral"'),
     ({**LLAMA, "hidden_act": "relu"}, 'hidden_act = "relu"'),
     ({**LLAMA, "sliding_window": 128}, "sliding_window = 128"),
-    ({**NO_BIAS, "model_type": "qwen2", "use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1},
-     "max_window_layers = 1"),
-    ({**NO_BIAS, "model_type": "qwen3", "use_sliding_window": True, "sliding_window": 64,
-      "layer_types": ["full_attention", "sliding_attention", "full_attention"]}, "layer_types"),
+    ({**NO_BIAS, "model_type": "qwen3", "layer_types": [FULL, SLIDING, FULL]}, "there is no window"),
+    ({**NO_BIAS, "model_type": "qwen3", "layer_types": [FULL, FULL]}, "it has 2 entries, and num_hidden_layers is 3"),
+    ({**LLAMA, "layer_types": [FULL, SLIDING, FULL]}, "llama computes all layers alike"),
+    ({**LLAMA, "model_type": "mistral", "use_sliding_window": False}, "with a window of 4096 tokens"),
     ({**NO_BIAS, "model_type": "qwen3", "mlp_bias": True, "attention_bias": True}, "mlp_bias = true"),
     ({**LLAMA, "rope_interleaved": True}, "rope_interleaved = true"),
     ({**LLAMA, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_scaling.rope_type"),
-    ({**LLAMA, "rope_scaling": {"rope_type": "yarn", "factor": 2.0, "mscale": 1.0}}, "rope_scaling.mscale"),
+    ({**LLAMA, "rope_scaling": {"rope_type": "yarn", "factor": 2.0, "slope": 1.0}}, "rope_scaling.slope"),
     ({**LLAMA, "attention_bias": True}, "attention_bias = true"),
     ({**LLAMA, "num_local_experts": 8}, "num_local_experts = 8"),
     ({**LLAMA, "quantization_config": {"bits": 4}}, "quantization_config"),
@@ -110,9 +124,10 @@ def test_what_cannot_be_computed_alike_is_refused_by_name(tmp_path, values, word
     assert word in str(error.value) and "model.preset = " in str(error.value), str(error.value)
 
 
-def test_a_broken_json_is_refused(tmp_path):
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ConfigError, match="cannot be read as JSON"):
+@pytest.mark.parametrize("text", ["{", "[1]", '{"model_type": ' + "[" * 100_000, "\ufeff{}"])
+def test_a_broken_json_is_refused(tmp_path, text):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ConfigError, match="cannot be read as JSON|holds no JSON object"):
         read_huggingface(tmp_path)
 
 

@@ -11,6 +11,7 @@ from megafour.cost.flops import model_parameters
 M0 = ["model.num_layers=4", "model.hidden_size=32", "model.num_attention_heads=4", "model.num_key_value_heads=2",
       "model.ffn_hidden_size=64", "model.vocab_size=64", "data.seq_length=16", "train.global_batch_size=8",
       "data.train=[{path: corpus}]"]
+YARN = "model.rope_scaling={type: yarn, factor: 2, original_max_position_embeddings: 8}"
 
 
 def resolved(world, *overrides):
@@ -93,6 +94,21 @@ def resolved(world, *overrides):
     (1, ["model.rope_scaling={type: linear, factor: 2, beta_fast: 3}"], ["beta_fast", "no effect"]),
     (1, ["model.rope_scaling={type: llama3, factor: 2, original_max_position_embeddings: 8, high_freq_factor: 0.5}"],
      ["low_freq_factor 1", "high_freq_factor 0.5"]),
+    (1, ["model.rope_scaling={type: llama3, factor: 2, original_max_position_embeddings: 8, low_freq_factor: 4}"],
+     ["low_freq_factor 4 ≥", "high_freq_factor 4"]),
+    (1, ["model.rope_scaling={factor: 0.5}"], ["factor 0.5 < 1"]),
+    (1, ["model.rope_scaling={factor: 1.0e39}"], ["factor 1e+39 > 2^127", "fp32"]),
+    (1, ["model.rope_theta=1.0e39"], ["model.rope_theta 1e+39 > 2^127", "fp32"]),
+    (1, ["model.rope_theta=1.0", YARN], ["ln(model.rope_theta)", "model.rope_theta 1 ≤ 1"]),
+    (1, ["model.rope_theta=0.5", YARN], ["model.rope_theta 0.5 ≤ 1"]),
+    (1, ["model.rope_theta=1.0"], None),
+    (1, [YARN.replace("}", ", beta_fast: 1, beta_slow: 2}")], ["beta_fast 1 < model.rope_scaling.beta_slow 2", "swap"]),
+    (1, [YARN.replace("}", ", beta_slow: 33}")], ["beta_fast 32 < model.rope_scaling.beta_slow 33"]),
+    (1, [YARN.replace("}", ", beta_fast: 2, beta_slow: 2}")], None),
+    (1, ["model.max_position_embeddings=4", YARN],
+     ["original_max_position_embeddings 8 > model.max_position_embeddings 4"]),
+    (1, ["model.max_position_embeddings=8", YARN], None),
+    (1, [YARN.replace(": 8}", ": 800}")], None),    # null is data.seq_length: a run on shorter sequences
     # Length and learning rate
     (1, ["train.tokens=100", "train.steps=3"], ["train.steps = 3", "train.tokens = 100"]),
     (1, ["train.steps=null"], ["train.steps or train.tokens"]),

@@ -167,6 +167,19 @@ def test_a_starting_point_that_does_not_fit_is_refused_at_start(tmp_path, change
     assert words in str(error.value)
 
 
+@pytest.mark.parametrize(("change", "words"), [
+    (lambda folder: next(folder.glob("model-00002*")).unlink(), "is not whole: model-00002"),
+    (lambda folder: (folder / "model.safetensors.index.json").write_text("{"), "cannot be read as an index"),
+    (lambda folder: [file.rename(folder / "pytorch_model.bin") for file in folder.glob("model*")], "pickles")])
+def test_weights_that_are_missing_are_found_before_the_ranks_meet(tmp_path, change, words):
+    save_model("llama", tmp_path / "hf", torch.float32, max_shard_size="20KB")
+    config = resolve(config_from(started(tmp_path, {}, tmp_path / "hf")), 1)
+    check_start(config)
+    change(tmp_path / "hf")
+    with pytest.raises(ConfigError, match=f"checkpoint.init_from=.*{words}"):
+        check_start(config)
+
+
 def test_a_starting_point_of_another_tokenizer_is_refused_at_start(pool, tmp_path):
     """The same number of ids, and other texts behind them."""
     from tokenizers import Tokenizer, models

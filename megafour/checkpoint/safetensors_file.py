@@ -173,6 +173,16 @@ class ReadSlice:
         return self.file.get_tensor(self.name)[index]
 
 
+def check_files(folder: Path) -> None:
+    """Look for the files that hold a folder's weights, without opening them.
+
+    Raises:
+        CheckpointError: for a folder without safetensors, or whose index is damaged or names files that are missing.
+    """
+    if not (folder / ONE_FILE).is_file() and not weight_map(folder):
+        only_file(folder)
+
+
 def ignored(folder: Path) -> list[str]:
     """A line for weights of a folder that `SafetensorsFolder` does not read; empty where it reads all."""
     if not ((folder / ONE_FILE).is_file() and (folder / INDEX).is_file()):

@@ -3,6 +3,7 @@
 from typing import Any, NoReturn
 
 from megafour.config.errors import ConfigError
+from megafour.config.huggingface import FULL, SLIDING
 from megafour.config.schema import ModelConfig
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM",
@@ -30,19 +31,29 @@ def family_of(model: ModelConfig) -> str:
         return "qwen3"
     if model.qkv_bias and not model.linear_bias:
         return "qwen2"
-    if model.attention_window is None:
+    if _windows(model) == {None}:
         return "llama"
+    if len(_windows(model)) > 1:
+        _refuse("attention_window", model.attention_window,
+                "the families whose layers differ in it have qk_norm (qwen3) or qkv_bias (qwen2)")
     if model.qkv_bias:
         _refuse("qkv_bias", True, "the family with attention_window (mistral) has no biases")
     return "mistral"
 
 
+def _windows(model: ModelConfig) -> set[int | None]:
+    """The different windows of the layers; None: no window."""
+    return {model.window(layer) for layer in range(model.num_layers)}
+
+
 def _gpt2_fits(model: ModelConfig) -> str:
     """GPT-2 is the one family with learned positions."""
-    needed = {"norm": "layernorm", "qkv_bias": True, "linear_bias": True, "qk_norm": False, "attention_window": None}
+    needed = {"norm": "layernorm", "qkv_bias": True, "linear_bias": True, "qk_norm": False}
     for key, value in needed.items():
         if getattr(model, key) != value:
             _refuse(key, getattr(model, key), f"the family with learned positions (gpt2) has {key} = {value}")
+    if _windows(model) != {None}:
+        _refuse("attention_window", model.attention_window, "the family with learned positions (gpt2) has none")
     if model.gated:
         _refuse("activation", model.activation, "the family with learned positions (gpt2) has gelu or gelu_tanh")
     if model.kv_heads != model.num_attention_heads:
@@ -92,13 +103,29 @@ def _rotary(model: ModelConfig, family: str) -> dict[str, Any]:
     if family == "llama":
         values.update(attention_bias=model.qkv_bias, mlp_bias=model.linear_bias)
     elif family == "mistral":
-        values["sliding_window"] = model.attention_window
+        values["sliding_window"] = model.window(0)
     else:
         if family == "qwen3":
             values["attention_bias"] = False
-        windowed = model.attention_window is not None
-        values.update(use_sliding_window=windowed, sliding_window=model.attention_window,
-                      max_window_layers=0 if windowed else model.num_layers)
+        values.update(_sliding(model))
+    return values
+
+
+def _sliding(model: ModelConfig) -> dict[str, Any]:
+    """Qwen's keys of windows: one length, and the layers that have it.
+
+    `max_window_layers` alone says which where the windowed layers are the last ones; else `layer_types` does, which
+    releases of `transformers` before it do not read.
+    """
+    windows = [model.window(layer) for layer in range(model.num_layers)]
+    lengths = _windows(model) - {None}
+    if len(lengths) > 1:
+        _refuse("attention_window", model.attention_window, "the families with windows (qwen2, qwen3) have one length")
+    first = next((layer for layer, window in enumerate(windows) if window), model.num_layers)
+    values: dict[str, Any] = {"use_sliding_window": bool(lengths), "sliding_window": next(iter(lengths), None),
+              "max_window_layers": first}
+    if any(window is None for window in windows[first:]):
+        values["layer_types"] = [SLIDING if window else FULL for window in windows]
     return values
 
 

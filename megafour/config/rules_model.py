@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from megafour.config.rules_rope import rope_rules
 from megafour.config.schema import Config
 
 
@@ -10,7 +11,7 @@ def model_rules(config: Config) -> Iterator[str]:
     yield from _heads(config)
     yield from _ffn(config)
     yield from _positions(config)
-    yield from _rope_scaling(config)
+    yield from rope_rules(config)
 
 
 def _heads(config: Config) -> Iterator[str]:
@@ -35,38 +36,7 @@ def _ffn(config: Config) -> Iterator[str]:
 
 def _positions(config: Config) -> Iterator[str]:
     model, seq = config.model, config.data.seq_length
-    if model.position == "rope" and model.head_size % 2:
-        yield (f"rope rotates pairs: model.head_dim {model.head_size} (hidden_size {model.hidden_size} / "
-               f"num_attention_heads {model.num_attention_heads} where it is not set) is odd; make it even")
     limit = model.max_position_embeddings
     if model.position == "learned" and limit is not None and limit < seq:
         yield (f"learned positions: data.seq_length {seq} > model.max_position_embeddings {limit}; lower "
                "data.seq_length or raise model.max_position_embeddings")
-    if model.position == "learned" and model.rope_scaling is not None:
-        yield "model.rope_scaling is set and model.position = learned has no rotary frequencies; set it to null"
-
-
-def _rope_scaling(config: Config) -> Iterator[str]:
-    """Each kind has its own keys: one that has no effect is a mistake."""
-    scaling = config.model.rope_scaling
-    if scaling is None:
-        return
-    own = {
-        "linear": (),
-        "llama3": ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
-        "yarn": ("original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor"),
-    }[scaling.type]
-    if scaling.factor < 1:
-        yield f"model.rope_scaling.factor {scaling.factor:g} < 1 would shorten the context; set it to 1 or more"
-    if scaling.type != "linear" and scaling.original_max_position_embeddings is None:
-        yield f"model.rope_scaling.type = {scaling.type} needs model.rope_scaling.original_max_position_embeddings"
-    for key in type(scaling).model_fields:
-        value = getattr(scaling, key)
-        if key not in ("type", "factor", *own) and value is not None:
-            # The original length is written into linear configs too, and harms nobody.
-            if key != "original_max_position_embeddings":
-                yield f"model.rope_scaling.{key} = {value} has no effect on type = {scaling.type}; remove it"
-    low, high = scaling.low_freq_factor or 1.0, scaling.high_freq_factor or 4.0
-    if scaling.type == "llama3" and low >= high:
-        yield (f"model.rope_scaling.low_freq_factor {low:g} ≥ model.rope_scaling.high_freq_factor {high:g}; "
-               "the band between them would be empty")

@@ -188,7 +188,8 @@ def vocabulary(config: Config, info: TokenizerInfo) -> int:
     wanted = config.model.vocab_size
     if not isinstance(wanted, int):
         return info.vocab_size
-    if info.hash and wanted < info.vocab_size and config.checkpoint.init_from is None:
+    trained = config.checkpoint.init_from is not None or checkpoints.list_steps(Path(config.checkpoint_dir))
+    if info.hash and wanted < info.vocab_size and not trained:
         raise ConfigError(f"model.vocab_size={wanted} is less than the tokenizer's {info.vocab_size} token ids; "
                           f"set model.vocab_size=auto")
     return wanted
