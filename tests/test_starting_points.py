@@ -169,7 +169,7 @@ def test_a_starting_point_that_does_not_fit_is_refused_at_start(tmp_path, change
 
 @pytest.mark.parametrize(("change", "words"), [
     (lambda folder: next(folder.glob("model-00002*")).unlink(), "is not whole: model-00002"),
-    (lambda folder: (folder / "model.safetensors.index.json").write_text("{"), "cannot be read as an index"),
+    (lambda folder: (folder / "model.safetensors.index.json").write_text("{"), "index.json cannot be read as JSON"),
     (lambda folder: [file.rename(folder / "pytorch_model.bin") for file in folder.glob("model*")], "pickles")])
 def test_weights_that_are_missing_are_found_before_the_ranks_meet(tmp_path, change, words):
     save_model("llama", tmp_path / "hf", torch.float32, max_shard_size="20KB")
