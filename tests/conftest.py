@@ -15,6 +15,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+from megafour.config.notes import say_note
 from megafour.verify.pool import PRELOAD, Pool
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -44,6 +45,12 @@ def pool() -> Iterator[Pool]:
     """Sixteen gloo ranks: `pool.run(fn, world, *args)` calls `fn(rank, world, *args)` on each of the first `world`."""
     with Pool(16, preload=(*PRELOAD, "pytest")) as ranks:
         yield ranks
+
+
+@pytest.fixture(autouse=True)
+def notes_are_new() -> None:
+    """A process says each note once, and all tests are one process."""
+    say_note.cache_clear()
 
 
 @pytest.fixture

@@ -368,5 +368,5 @@ def test_dropout_of_a_tokenizer_leaves_the_bytes_alike(tmp_path, capsys, small_c
         args = [str(tmp_path / "a.jsonl"), "--output", str(tmp_path / name), "--workers", str(workers)]
         assert cli.main(["prepare", *args, "--tokenizer", f"huggingface:{tmp_path / 'tokenizer.json'}"]) == 0
         said = [line for line in capsys.readouterr().err.splitlines() if "dropout=0.5" in line]
-        assert len(said) == 1 and said[0].startswith(f"{tmp_path / 'tokenizer.json'}: model.dropout=0.5 samples")
+        assert len(said) == 1 and said[0].startswith(f"note: {tmp_path / 'tokenizer.json'}: model.dropout=0.5 samples")
     assert files_of(tmp_path / "x") == files_of(tmp_path / "y") == files_of(tmp_path / "z")

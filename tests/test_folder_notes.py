@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from megafour.cli import main as cli
-from megafour.config.file_system import say_once
 from megafour.data.indexed import IndexedWriter
 from tests.training import losses
 
@@ -48,7 +47,6 @@ def folder(tmp_path, monkeypatch):
     with IndexedWriter(tmp_path / "clean", ROWS + 1) as writer:
         writer.add([*range(20), ROWS - 1] * 4)
     monkeypatch.chdir(tmp_path)
-    say_once.cache_clear()      # other tests' processes are this one, and their `hf` is another
     return tmp_path
 
 

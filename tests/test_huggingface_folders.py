@@ -16,6 +16,7 @@ from megafour.checkpoint.errors import CheckpointError
 from megafour.checkpoint.safetensors_file import INDEX, ONE_FILE
 from megafour.cli import main as cli
 from megafour.config.launch import Launch
+from megafour.config.notes import say_note
 from megafour.data.indexed import IndexedWriter
 from megafour.trainer.signals import StopRequest
 from tests.huggingface import VOCAB, deviation_of, logits_of, open_model, our_logits, save_model
@@ -74,26 +75,32 @@ def test_a_vocabulary_that_no_weights_decide_is_refused_with_a_way_on_that_works
     assert train(train_argv("bad", "model.preset=hf", "model.vocab_size=auto")) == 0
 
 
+def command(words: list[str]) -> int:
+    """One call of megafour, as in a process of its own: what it notes it says anew."""
+    say_note.cache_clear()
+    return cli.main(words)
+
+
 @pytest.mark.parametrize("converted", [False, True])
 def test_verbs_tolerate_an_unused_id_beyond_the_rows(padded, capsys, converted):
     """Each says it once on standard error, and names the id where a text holds it."""
     source = "hf"
     if converted:
-        assert cli.main(["convert", "from-hf", "hf", "ours"]) == 0
+        assert command(["convert", "from-hf", "hf", "ours"]) == 0
         assert capsys.readouterr().err.count(NOTE) == 1
-        assert cli.main(["convert", "to-hf", "ours", "back"]) == 0
+        assert command(["convert", "to-hf", "ours", "back"]) == 0
         assert capsys.readouterr().err.count(NOTE) == 1
         assert torch.equal(logits_of(open_model(Path("back"), torch.float32)),
                            logits_of(open_model(Path("hf"), torch.float32)))
         source = "ours"
-    assert cli.main(["evaluate", "--checkpoint", source, "--text", "good.txt", "--json"]) == 0
+    assert command(["evaluate", "--checkpoint", source, "--text", "good.txt", "--json"]) == 0
     said = capsys.readouterr()
     assert json.loads(said.out)["tokens"] == 3 and said.err.count(NOTE) == 1
-    assert cli.main(["evaluate", "--checkpoint", source, "--text", "bad.txt"]) != 0
+    assert command(["evaluate", "--checkpoint", source, "--text", "bad.txt"]) != 0
     assert f"token id {VOCAB}, outside the vocabulary of {VOCAB}" in capsys.readouterr().err
-    assert cli.main(["generate", "--checkpoint", source, "--prompt", "w1 w2", "--max-tokens", "2"]) == 0
+    assert command(["generate", "--checkpoint", source, "--prompt", "w1 w2", "--max-tokens", "2"]) == 0
     assert capsys.readouterr().err.count(NOTE) == 1
-    assert cli.main(["generate", "--checkpoint", source, "--prompt", "w1 [extra]"]) == 2
+    assert command(["generate", "--checkpoint", source, "--prompt", "w1 [extra]"]) == 2
     assert f"error: --prompt holds '[extra]', token id {VOCAB}" in capsys.readouterr().err
 
 
@@ -105,11 +112,11 @@ def test_of_one_file_and_an_index_the_file_is_read_as_transformers_does(tmp_path
     said = f"{ONE_FILE} is read, as transformers does"
     assert deviation_of(our_logits(tmp_path / "hf"), logits_of(open_model(tmp_path / "hf"))) <= 1e-9
     assert capsys.readouterr().err.count(said) == 1
-    assert cli.main(["convert", "from-hf", str(tmp_path / "hf"), str(tmp_path / "ours")]) == 0
+    assert command(["convert", "from-hf", str(tmp_path / "hf"), str(tmp_path / "ours")]) == 0
     assert capsys.readouterr().err.count(said) == 1
     assert deviation_of(our_logits(tmp_path / "ours"), our_logits(tmp_path / "hf")) == 0
     capsys.readouterr()
-    assert cli.main(["inspect", str(tmp_path / "hf")]) == 0
+    assert command(["inspect", str(tmp_path / "hf")]) == 0
     assert capsys.readouterr().out.count(said) == 1
 
 
@@ -162,7 +169,7 @@ def sound(tmp_path_factory) -> Path:
 def test_a_damaged_folder_is_one_line(sound, tmp_path, capsys, what):
     shutil.copytree(sound, tmp_path / "hf")
     DAMAGED[what](tmp_path / "hf")
-    assert cli.main(["convert", "from-hf", str(tmp_path / "hf"), str(tmp_path / "ours")]) == 1
+    assert command(["convert", "from-hf", str(tmp_path / "hf"), str(tmp_path / "ours")]) == 1
     said = capsys.readouterr().err
     assert said.startswith("error: ") and said.count("\n") == 1 and str(tmp_path / "hf") in said
     assert not (tmp_path / "ours").exists()

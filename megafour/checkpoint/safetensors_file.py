@@ -17,8 +17,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megafour.checkpoint.errors import CheckpointError, listed
-from megafour.config.file_system import NOT_SUPPORTED, naming, say_once, sync
+from megafour.config.file_system import NOT_SUPPORTED, naming, sync
 from megafour.config.json_file import read_object
+from megafour.config.notes import say_note
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 """Types of weights, by the format's names. Others are quantized, or no weights."""
@@ -91,7 +92,7 @@ def _opened(path: Path) -> Any:
             code = error.errno or int(number[1] if number else 0)
             if code not in NOT_SUPPORTED:
                 raise
-            say_once(f"{path}: the file system has no memory maps ({os.strerror(code)}); the file is read, which is "
+            say_note(f"{path}: the file system has no memory maps ({os.strerror(code)}); the file is read, which is "
                      f"slower")
             return ReadFile(path)
     except (SafetensorError, OSError) as error:

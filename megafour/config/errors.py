@@ -23,15 +23,10 @@ def say_error(message: str, local_rank: int = 0) -> None:
     """
     if local_rank != 0:
         time.sleep(REFUSAL_WAIT)
-    _say(f"error: {message}")
+    say_line(f"error: {message}")
 
 
-def say_note(message: str, local_rank: int = 0) -> None:
-    """Print one `note:` line to stderr, once a node, about something that ends nothing."""
-    if local_rank == 0:
-        _say(f"note: {message}")
-
-
-def _say(line: str) -> None:
+def say_line(line: str) -> None:
+    """Print a line to stderr, if that can be written."""
     with contextlib.suppress(OSError, ValueError):      # nobody may hear it, and the exit code still tells
         print(line, file=sys.stderr, flush=True)

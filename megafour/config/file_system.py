@@ -5,11 +5,11 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from typing import IO, Any
+
+from megafour.config.notes import say_note
 
 HELD = frozenset({errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES})
 """What a lock says that another process holds; any other error is of the file system."""
@@ -20,13 +20,6 @@ NOT_SUPPORTED = frozenset({errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.
 
 class Locked(Exception):
     """Another process holds the lock."""
-
-
-@cache
-def say_once(line: str) -> None:
-    """Print a line to standard error: once a process, and by the first of a node's ranks alone."""
-    if os.environ.get("LOCAL_RANK", "") in ("", "0"):
-        print(line, file=sys.stderr, flush=True)
 
 
 @contextmanager
@@ -69,7 +62,7 @@ def sync_folder(path: str | os.PathLike[str]) -> None:
         except OSError as error:
             if error.errno not in NOT_SUPPORTED | {errno.EACCES, errno.EISDIR}:
                 raise
-            say_once(f"{os.fspath(path)}: the file system does not sync folders ({error.strerror}); a save may be lost "
+            say_note(f"{os.fspath(path)}: the file system does not sync folders ({error.strerror}); a save may be lost "
                      f"if the machine crashes right after it")
 
 
@@ -88,5 +81,5 @@ def lock(file: IO[Any]) -> None:
                 raise Locked(file.name) from error
             if error.errno not in NOT_SUPPORTED:
                 raise
-            say_once(f"{file.name}: the file system has no locks ({error.strerror}); make sure that no other process "
+            say_note(f"{file.name}: the file system has no locks ({error.strerror}); make sure that no other process "
                      f"writes here")

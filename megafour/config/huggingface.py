@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from megafour.config.errors import ConfigError
-from megafour.config.file_system import say_once
 from megafour.config.huggingface_fields import (
     GPT2Fields,
     Keys,
@@ -22,6 +21,7 @@ from megafour.config.huggingface_fields import (
 )
 from megafour.config.huggingface_unknown import drop_unknown
 from megafour.config.json_file import read_object
+from megafour.config.notes import say_note
 
 _ROTARY: dict[str, type[RotaryFields]] = {
     "llama": LlamaFields, "mistral": MistralFields, "qwen2": Qwen2Fields, "qwen3": Qwen3Fields,
@@ -81,7 +81,7 @@ def _say_length(keys: Keys, others: dict[str, Any], positions: int) -> None:
     """Early Llamas name their length by a key that `transformers` does not read, and so keep its default."""
     named = others.get("max_sequence_length")
     if named is not None and named != positions:
-        say_once(f"note: {keys.file}: max_sequence_length = {shown(named)} is ignored, as transformers does; "
+        say_note(f"{keys.file}: max_sequence_length = {shown(named)} is ignored, as transformers does; "
                  f"max_position_embeddings is {positions}")
 
 
@@ -191,7 +191,7 @@ def _rope(keys: Keys, f: RotaryFields) -> tuple[float, dict[str, Any] | None]:
         keys.refuse(f"{source}.{'rope_type' if rope.rope_type else 'type'}", kind,
                     f"this version reads {', '.join(_ROPE_KEYS)}")
     if others.get("attn_factor") is not None:     # some engines read it, transformers does not
-        say_once(f"note: {keys.file}: {source}.attn_factor = {shown(others.pop('attn_factor'))} is ignored, as "
+        say_note(f"{keys.file}: {source}.attn_factor = {shown(others.pop('attn_factor'))} is ignored, as "
                  "transformers does")
     for key, value in others.items():
         off = value is None or (key == "partial_rotary_factor" and type(value) is not bool and value == 1) or (

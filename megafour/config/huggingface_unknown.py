@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from megafour.config.file_system import say_once
 from megafour.config.huggingface_fields import Keys, shown
+from megafour.config.notes import say_note
 
 _BOOKKEEPING = (
     "architectures model_type transformers_version torch_dtype dtype _name_or_path name_or_path _commit_hash auto_map "
@@ -75,7 +75,7 @@ def drop_unknown(keys: Keys, others: dict[str, Any], family: str) -> None:
                                     "change what is computed; remove it from the file if it does not")
         passed.append(key if re.fullmatch(r"[\w.-]+", key) else shown(key))
     if passed:
-        say_once(f"note: {keys.file}: keys that are not known are ignored; their names say nothing about the forward "
+        say_note(f"{keys.file}: keys that are not known are ignored; their names say nothing about the forward "
                  f"pass: {', '.join(passed)}")
 
 

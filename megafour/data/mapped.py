@@ -8,7 +8,8 @@ from typing import TypeAlias
 
 import numpy as np
 
-from megafour.config.file_system import NOT_SUPPORTED, say_once
+from megafour.config.file_system import NOT_SUPPORTED
+from megafour.config.notes import say_note
 from megafour.data.errors import DataError
 
 
@@ -61,5 +62,5 @@ def map_file(path: Path, dtype: np.dtype) -> Array:
     except OSError as error:
         if error.errno not in NOT_SUPPORTED:
             raise DataError(f"{path} cannot be read: {error.strerror}") from error
-        say_once(f"{path}: the file system has no memory maps ({error.strerror}); the file is read, which is slower")
+        say_note(f"{path}: the file system has no memory maps ({error.strerror}); the file is read, which is slower")
         return FileArray(path, np.dtype(dtype))

@@ -26,6 +26,7 @@ from typing import IO, Any
 import numpy as np
 
 from megafour.config.file_system import Locked, lock, naming, sync
+from megafour.config.notes import say_note
 from megafour.console import open_console
 from megafour.data.encode import Encoded, Recipe, encode_chunk, open_tokenizer, read_texts
 from megafour.data.errors import DataError
@@ -99,7 +100,7 @@ def prepare(job: Job, say: Callable[[str], None] = lambda line: None) -> dict[st
             f"{recipe.path}: the tokenizer has no end-of-document token; --no-eod packs documents without a mark"
         )
     for note in tokenizer.notes:
-        say(note)
+        say_note(note)
     with Partial(job.prefix, mark, tokenizer.info) as partial:
         if partial.counts.chunks:
             say(f"going on after {partial.counts.documents} documents, {partial.counts.tokens} tokens")

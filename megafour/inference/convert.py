@@ -19,6 +19,7 @@ from megafour.config.huggingface import huggingface_family
 from megafour.config.huggingface_export import family_of, huggingface_config
 from megafour.config.json_file import read_object
 from megafour.config.load import load_config, to_yaml
+from megafour.config.notes import say_note
 from megafour.config.rules import resolve
 from megafour.config.schema import Config
 from megafour.data.errors import DataError
@@ -28,7 +29,6 @@ from megafour.inference.load import (
     first_whole,
     huggingface_values,
     open_tokenizer,
-    say_notes,
     vocabulary_of,
 )
 from megafour.model.shapes import logical_shapes
@@ -56,7 +56,8 @@ def from_huggingface(folder: Path, out: Path) -> Path:
     with SafetensorsFolder(folder) as files:
         weights = huggingface.HuggingFaceWeights(files, huggingface_family(folder), shapes)
         weights.check_tied()
-        say_notes(ignored(folder))
+        for note in ignored(folder):
+            say_note(note)
         with suppress(DataError):       # it is copied as it is; only its size is looked at
             open_tokenizer(folder, config)
         held = []

@@ -17,10 +17,10 @@ from megafour.checkpoint.folder import find_any, is_huggingface
 from megafour.checkpoint.safetensors_file import ignored
 from megafour.checkpoint.tensors import LogicalTensor
 from megafour.checkpoint.whole import sound_at_a_glance
-from megafour.config.errors import say_note
 from megafour.config.huggingface import huggingface_family, read_huggingface
 from megafour.config.launch import Launch
 from megafour.config.load import load_config
+from megafour.config.notes import say_note
 from megafour.config.rules import resolve
 from megafour.config.schema import Config
 from megafour.cost.memory import sharing
@@ -89,12 +89,6 @@ def _say_skipped(damaged: list[str]) -> None:
         print(f"skipped: {text}", file=sys.stderr, flush=True)
 
 
-def say_notes(notes: list[str]) -> None:
-    """Print notes on standard error, on one rank."""
-    for text in notes:
-        say_note(text, Launch.from_environment().rank)
-
-
 def model_settings(folder: Path, overrides: list[str] | None = None, precision: str = "fp32") -> Config:
     """The configuration under which a folder's model is used: its own model and data, all else at defaults.
 
@@ -161,7 +155,8 @@ def load_stage(folder: Path, config: Config, mesh: Mesh) -> Loaded:
     group = mesh.group("world").pg
     with torch.no_grad():
         if is_huggingface(folder):
-            say_notes(ignored(folder))
+            for note in ignored(folder):
+                say_note(note)
             huggingface.load(folder, huggingface_family(folder), logical_shapes(config, vocab_size), held, group)
         else:
             store.load(folder, held, group, only=("weights/",), cast=True, verified=True)
@@ -188,8 +183,6 @@ def open_tokenizer(folder: Path, config: Config) -> Tokenizer | None:
     if wanted is None:
         return None
     tokenizer = load_tokenizer(wanted.kind, None if wanted.kind == "bytes" else str(folder))
-    if Launch.from_environment().rank == 0:
-        for note in tokenizer.notes:
-            print(note, file=sys.stderr, flush=True)
-    say_notes(rows_note(tokenizer.info, vocabulary_of(folder, config)))
+    for note in (*tokenizer.notes, *rows_note(tokenizer.info, vocabulary_of(folder, config))):
+        say_note(note)
     return tokenizer

@@ -14,9 +14,10 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from megafour.checkpoint import folder as checkpoints
 from megafour.checkpoint.errors import CheckpointError
-from megafour.config.errors import ConfigError, say_error, say_note
-from megafour.config.launch import Launch, LaunchError, local_rank
+from megafour.config.errors import ConfigError, say_error
+from megafour.config.launch import Launch, LaunchError
 from megafour.config.load import load_config
+from megafour.config.notes import say_note
 from megafour.config.rules import resolve, smallest_world
 from megafour.config.schema import Config
 from megafour.cost.describe import describe
@@ -66,7 +67,7 @@ def check(path: str | None, overrides: list[str], world: int | None) -> int:
         launch = Launch.from_environment()
     except ConfigError as error:
         if world is None:
-            say_note(str(error), local_rank())
+            say_note(str(error))
     try:
         config = load_config(path, overrides)
         ranks = world or (launch.world if launch.world > 1 else smallest_world(config))
@@ -131,14 +132,14 @@ def run(path: str | None, overrides: list[str], launch: Launch, stop: StopReques
     """
     try:
         if launch.note is not None:
-            say_note(launch.note, launch.local_rank)
+            say_note(launch.note)
         check_allowed(allowed)
         config = resolve(load_config(path, overrides), launch.world)
         device = choose_device(config, launch)
         tokenizer, info = open_tokenizer(config)
         config, info, notes = with_vocabulary(config, info, launch.world)
         for note in notes:
-            say_note(note, launch.rank)
+            say_note(note)
         check_start(config, info.hash, allowed)
         check_resume(config)
         check_pipeline(config)
