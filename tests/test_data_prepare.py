@@ -15,6 +15,7 @@ import pytest
 import zstandard
 
 from megafour.cli import main as cli
+from megafour.config.notes import say_note
 from megafour.data import prepare as module
 from megafour.data import sources
 from megafour.data.encode import Recipe
@@ -366,6 +367,7 @@ def test_dropout_of_a_tokenizer_leaves_the_bytes_alike(tmp_path, capsys, small_c
     (tmp_path / "a.jsonl").write_bytes(lines(TEXTS[:200]))
     for name, workers in (("x", 1), ("y", 1), ("z", 2)):
         args = [str(tmp_path / "a.jsonl"), "--output", str(tmp_path / name), "--workers", str(workers)]
+        say_note.cache_clear()      # each is a command of its own
         assert cli.main(["prepare", *args, "--tokenizer", f"huggingface:{tmp_path / 'tokenizer.json'}"]) == 0
         said = [line for line in capsys.readouterr().err.splitlines() if "dropout=0.5" in line]
         assert len(said) == 1 and said[0].startswith(f"note: {tmp_path / 'tokenizer.json'}: model.dropout=0.5 samples")
