@@ -12,6 +12,7 @@ M0 = ["model.num_layers=4", "model.hidden_size=32", "model.num_attention_heads=4
       "model.ffn_hidden_size=64", "model.vocab_size=64", "data.seq_length=16", "train.global_batch_size=8",
       "data.train=[{path: corpus}]"]
 YARN = "model.rope_scaling={type: yarn, factor: 2, original_max_position_embeddings: 8}"
+LLAMA3 = YARN.replace("yarn", "llama3")
 
 
 def resolved(world, *overrides):
@@ -99,8 +100,16 @@ def resolved(world, *overrides):
     (1, ["model.rope_scaling={factor: 0.5}"], ["factor 0.5 < 1"]),
     (1, ["model.rope_scaling={factor: 1.0e39}"], ["factor 1e+39 > 2^127", "fp32"]),
     (1, ["model.rope_theta=1.0e39"], ["model.rope_theta 1e+39 > 2^127", "fp32"]),
-    (1, ["model.rope_theta=1.0", YARN], ["ln(model.rope_theta)", "model.rope_theta 1 ≤ 1"]),
-    (1, ["model.rope_theta=0.5", YARN], ["model.rope_theta 0.5 ≤ 1"]),
+    (1, ["model.rope_theta=1.0", YARN], ["ln(model.rope_theta)", "model.rope_theta 1 gives 0"]),
+    (1, ["model.rope_theta=0.5", YARN], ["model.rope_theta 0.5 < 1"]),
+    (1, ["model.rope_theta=1.0e-50"], ["model.rope_theta 1e-50 < 1", "grow with the dimension"]),
+    (1, ["model.rope_theta=0.99", LLAMA3], ["model.rope_theta 0.99 < 1"]),
+    (1, [YARN.replace("}", ", beta_fast: 1.0e308}")], ["model.rope_scaling.beta_fast 1e+308 > 2^127", "lower it"]),
+    (1, [YARN.replace("}", ", beta_slow: 1.0e-300}")], ["model.rope_scaling.beta_slow 1e-300 < 2^-126", "raise it"]),
+    (1, [YARN.replace("}", ", attention_factor: 1.0e300}")], ["attention_factor 1e+300 > 2^127"]),
+    (1, [YARN.replace("}", ", attention_factor: 1.0e-300}")], ["attention_factor 1e-300 < 2^-126"]),
+    (1, [LLAMA3.replace("}", ", low_freq_factor: 1.0e-300}")], ["low_freq_factor 1e-300 < 2^-126"]),
+    (1, [LLAMA3.replace("}", ", high_freq_factor: 1.0e308}")], ["high_freq_factor 1e+308 > 2^127"]),
     (1, ["model.rope_theta=1.0"], None),
     (1, [YARN.replace("}", ", beta_fast: 1, beta_slow: 2}")], ["beta_fast 1 < model.rope_scaling.beta_slow 2", "swap"]),
     (1, [YARN.replace("}", ", beta_slow: 33}")], ["beta_fast 32 < model.rope_scaling.beta_slow 33"]),

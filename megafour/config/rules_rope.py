@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from megafour.config.model_schema import RopeScaling
 from megafour.config.schema import Config
 
-_LARGEST = 2.0**127
-"""Frequencies are fp32: larger bases and factors would be infinite there."""
+_SMALLEST, _LARGEST = 2.0**-126, 2.0**127
+"""Frequencies and tables are fp32: numbers beyond would be zero or infinite there."""
 _OWN_KEYS = {
     "linear": (),
     "llama3": ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
@@ -24,20 +24,30 @@ def rope_rules(config: Config) -> Iterator[str]:
     if model.head_size % 2:
         yield (f"rope rotates pairs: model.head_dim {model.head_size} (hidden_size {model.hidden_size} / "
                f"num_attention_heads {model.num_attention_heads} where it is not set) is odd; make it even")
-    if model.rope_theta > _LARGEST:
-        yield f"model.rope_theta {model.rope_theta:g} > 2^127, which fp32 frequencies cannot hold; lower it"
+    if model.rope_theta < 1:
+        yield (f"rotary frequencies are rope_theta^(-2i / head_dim): with model.rope_theta {model.rope_theta:g} < 1 "
+               "they would grow with the dimension, beyond one radian per token; set it to 1 or more")
+    else:
+        yield from _held_in_fp32("model.rope_theta", model.rope_theta)
     if model.rope_scaling is not None:
         yield from _scaling(config, model.rope_scaling)
 
 
+def _held_in_fp32(key: str, value: float) -> Iterator[str]:
+    if value > _LARGEST:
+        yield f"{key} {value:g} > 2^127, which fp32 cannot hold; lower it"
+    elif value < _SMALLEST:
+        yield f"{key} {value:g} < 2^-126, which fp32 cannot hold; raise it"
+
+
 def _scaling(config: Config, scaling: RopeScaling) -> Iterator[str]:
     """Each kind has its own keys: one that has no effect is a mistake."""
-    if not 1 <= scaling.factor <= _LARGEST:
-        yield (f"model.rope_scaling.factor {scaling.factor:g} < 1 would shorten the context; set it to 1 or more"
-               if scaling.factor < 1 else f"model.rope_scaling.factor {scaling.factor:g} > 2^127, which fp32 "
-               "frequencies cannot hold; lower it")
+    if scaling.factor < 1:
+        yield f"model.rope_scaling.factor {scaling.factor:g} < 1 would shorten the context; set it to 1 or more"
     for key in type(scaling).model_fields:
         value = getattr(scaling, key)
+        if isinstance(value, float):
+            yield from _held_in_fp32(f"model.rope_scaling.{key}", value)
         if key not in ("type", "factor", *_OWN_KEYS[scaling.type]) and value is not None:
             # The original length is written into linear configs too, and harms nobody.
             if key != "original_max_position_embeddings":
@@ -66,9 +76,9 @@ def _llama3(scaling: RopeScaling) -> Iterator[str]:
 def _yarn(config: Config, scaling: RopeScaling) -> Iterator[str]:
     theta = config.model.rope_theta
     fast, slow = scaling.beta_fast or 32.0, scaling.beta_slow or 1.0
-    if theta <= 1:
-        yield (f"yarn's band of dimensions divides by ln(model.rope_theta): model.rope_theta {theta:g} ≤ 1; raise it, "
-               "or set model.rope_scaling to null")
+    if theta == 1:
+        yield ("yarn's band of dimensions divides by ln(model.rope_theta): model.rope_theta 1 gives 0; raise it, or "
+               "set model.rope_scaling to null")
         return
     if fast < slow:
         yield (f"model.rope_scaling.beta_fast {fast:g} < model.rope_scaling.beta_slow {slow:g}; dimensions that turn "
