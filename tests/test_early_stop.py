@@ -18,7 +18,7 @@ from megafour.mesh import Mesh
 from megafour.trainer.main import train_on
 from megafour.trainer.run_folder import leave_preempted, read_status
 from megafour.trainer.setup import build_mesh
-from megafour.trainer.signals import SIGNALS, StopRequest
+from megafour.trainer.signals import StopRequest
 from tests.training import Launch, losses, settings, train, write_corpus
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -78,8 +78,7 @@ def heard(rank: int, world: int, values: dict) -> tuple[int, bool]:
                     listening=stop)
     os.kill(os.getpid(), signal.SIGTERM)        # the run has said how it ended: nothing ends it otherwise any more
     ignored = signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
-    for number in (*SIGNALS, signal.SIGINT):    # this process goes on to other tests
-        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    stop.restore()
     return code, ignored
 
 

@@ -128,7 +128,7 @@ def train_step(state, batches, step, *rest):
     return real(state, batches, step, *rest)
 
 with unittest.mock.patch.object(loop, "train_step", train_step):
-    code = main(sys.argv[1:])
+    code = main()
 sys.exit(code)
 """
 

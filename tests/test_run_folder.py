@@ -312,19 +312,17 @@ def test_a_signal_sets_a_flag_and_the_former_handler_comes_back(number):
     assert signal.getsignal(number) is former
 
 
-def test_a_run_that_has_said_how_it_ended_ignores_signals_for_good():
+def test_a_run_that_has_said_how_it_ended_ignores_signals_while_its_process_lives():
+    """A process that goes on to other things restores them: its children would ignore them, too."""
     former = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
-    try:
-        with StopRequest() as stop:
-            stop.ignore()
+    with StopRequest() as stop:
+        stop.ignore()
         assert all(signal.getsignal(number) == signal.SIG_IGN for number in former)
-    finally:
-        for number, handler in former.items():
-            signal.signal(number, handler)
+    assert all(signal.getsignal(number) == handler for number, handler in former.items())
     with StopRequest() as stop:
         stop.restore()
         stop.ignore()       # a rank that waits for another's line is to be ended
-    assert all(signal.getsignal(number) == handler for number, handler in former.items())
+        assert all(signal.getsignal(number) == handler for number, handler in former.items())
 
 
 def test_a_stop_file_asks_too(tmp_path):

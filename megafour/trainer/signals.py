@@ -59,11 +59,14 @@ class StopRequest:
         self._former.clear()
 
     def ignore(self) -> None:
-        """Ignore these signals, and Ctrl-C, until the process is gone; without effect after `restore`."""
+        """Ignore these signals, and Ctrl-C, until `restore`, which a program that ends now does not call.
+
+        Without effect after `restore`.
+        """
         if self._former:
-            self._former.clear()
             for number in (*SIGNALS, signal.SIGINT):
-                signal.signal(number, signal.SIG_IGN)
+                former = signal.signal(number, signal.SIG_IGN)
+                self._former.setdefault(number, former)
 
     @staticmethod
     def torchrun() -> int | None:
