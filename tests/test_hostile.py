@@ -1,0 +1,255 @@
+"""Hostile files, values, launches, consoles and file systems, drawn by hypothesis over all verbs.
+
+Whatever is drawn, a command ends with 0, 1 or 2, without a traceback, with one `error:` line where it did not do what
+it was asked for, and everything that was saved before is still there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, note, settings
+from hypothesis import strategies as st
+
+from megafour.config.schema import Config
+from megafour.config.types import section_of
+from tests.hostile import ERRNOS, Command, Ended, Server
+
+MODEL = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "ffn_hidden_size": 24}
+RUN = {"run": {"name": "tiny", "dir": "run", "device": "cpu"}, "model": MODEL,
+       "data": {"train": [{"path": "data/corpus"}], "valid": {"held": [{"path": "data/corpus"}]}, "seq_length": 16,
+                "tokenizer": {"kind": "huggingface", "path": "tokenizer.json"}},
+       "train": {"steps": 2, "global_batch_size": 2, "precision": "fp32"},
+       "eval": {"every": 1, "batches": 1}, "checkpoint": {"every": 1, "keep": 100}, "logging": {"tensorboard": False}}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with Server() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def world(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with all that the verbs read: texts, a tokenizer, a dataset, a run of two steps, exports of it."""
+    folder = tmp_path_factory.mktemp("world")
+    words = "one two three four five six seven eight nine ten"
+    texts = [f"{words} {n} {words}" for n in range(40)]
+    (folder / "text.txt").write_text("\n".join(texts), encoding="utf-8")
+    (folder / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+    _write_tokenizer(folder / "tokenizer.json", texts)
+    (folder / "config.yaml").write_text(json.dumps(RUN), encoding="utf-8")
+    (folder / "table.csv").write_text("rank,action,stage,micro_batch\n", encoding="utf-8")
+    for call in ("prepare text.jsonl --output data/corpus --tokenizer huggingface:tokenizer.json --workers 1",
+                 "train --config config.yaml", "convert to-hf run hf", "convert from-hf hf checkpoint"):
+        ended = server.run(Command(tuple(call.split())), folder)
+        assert ended.codes == [0], (call, ended)
+    return folder
+
+
+def _write_tokenizer(path: Path, texts: list[str]) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=60, special_tokens=["<unk>", "<|endoftext|>"],
+                                                             show_progress=False))
+    tokenizer.save(str(path))
+
+
+CALLS = {
+    "resume": "train --config config.yaml train.steps=3",
+    "resume on tp2": "2 train --config config.yaml train.steps=3 parallel.tp=2",
+    "new run on dp2": "2 train --config config.yaml run.dir=new train.steps=1 parallel.zero_stage=3",
+    "new run": "train --config config.yaml run.dir=new train.steps=1",
+    "start from a run": "train --config config.yaml run.dir=new train.steps=1 checkpoint.init_from=run",
+    "start from Hugging Face": "train --config config.yaml run.dir=new train.steps=1 model={preset:\u00a0hf} "
+                               "checkpoint.init_from=hf",
+    "check": "train --check --world 8 --config config.yaml parallel.tp=2 parallel.pp=2",
+    "prepare lines": "prepare text.jsonl text.txt --output new --tokenizer huggingface:tokenizer.json --workers 2",
+    "train a tokenizer": "prepare text.txt --output new --train-tokenizer 64 --split-text line --workers 1",
+    "evaluate a text": "evaluate --checkpoint run --text text.txt",
+    "evaluate a dataset": "evaluate --hf hf --data data/corpus --json",
+    "evaluate on cp2": "2 evaluate --checkpoint run --text text.txt parallel.cp=2",
+    "generate": "generate --checkpoint run --prompt one --max-tokens 3",
+    "inspect a run": "inspect run",
+    "inspect a dataset": "inspect data/corpus",
+    "inspect a config": "inspect config.yaml",
+    "inspect two checkpoints": "inspect run checkpoint",
+    "inspect a Hugging Face folder": "inspect hf",
+    "export": "convert to-hf run exported --dtype bf16",
+    "import": "convert from-hf hf imported",
+    "schedule": "schedule --name zb_v --stages 2 --micro-batches 4",
+}
+SAVED = ("run/checkpoints", "data", "hf", "checkpoint", "tokenizer.json", "text.txt", "text.jsonl", "config.yaml")
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-2, 70) | st.sampled_from([10**30, -10**30, 2**63, 1e308, 5e-324])
+    | st.floats() | st.text(max_size=8) | st.sampled_from(["16", "auto", "null", "é·", "\ud800", "x" * 300]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3), max_leaves=4)
+VALUES = st.sampled_from([
+    "", "null", "~", "0", "-1", "1e400", "nan", ".inf", "1e-400", "-0.0", "9" * 30, "16.0", "0x10", "010", "1_0", "[]",
+    "{}", "[[]]", "[1, 2]", "{a: b}", "[x", "{", "a b", "é·–", "a #b", "#x", "*x", "&x 1", "!!python/object:os.system x",
+    "%", "'", '"', "\udc80", "\x07", "../..", "~", "~nobody/x", "~/x", "/dev/null", "/proc/self/mem", "/", ".", "true", "off",
+    "2**3", "${NOPE}", "${HOME}", "$", "<<", "x" * 5000, "hf", "run", "config.yaml", "data/corpus", "text.txt", "2", "3", "7"])
+LONG = {"train.steps", "train.tokens", "train.global_batch_size", "train.micro_batch_size", "eval.batches"}
+"""Keys whose large values are honest work for days."""
+
+LAUNCH = st.dictionaries(
+    st.sampled_from(["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK",
+                     "OMP_NUM_THREADS", "HOME", "TMPDIR", "SLURM_PROCID"]),
+    st.sampled_from(["", " ", "two", "0", "-1", "1.0", "99999", "tcp://10.0.0.1:80", "no.such.host.invalid", "é", "1e3"]),
+    min_size=1, max_size=3)
+FAULTS = st.one_of(
+    st.tuples(st.just("flock"), st.sampled_from(["ENOSYS", "ENOLCK", "EOPNOTSUPP", "EIO"])),
+    st.tuples(st.just("fsync_folder"), st.sampled_from(["EINVAL", "EOPNOTSUPP", "EACCES"])),
+    st.tuples(st.just("fsync"), st.sampled_from(["EIO", "ENOSPC"])),
+    st.tuples(st.just("mmap"), st.sampled_from(["ENODEV", "EACCES"])),
+    st.tuples(st.just("rename"), st.sampled_from(["EXDEV", "EACCES", "EROFS", "ESTALE"])),
+).map(lambda pair: {pair[0]: ERRNOS[pair[1]]}) | st.integers(0, 1 << 14).map(lambda size: {"file_size": size})
+
+
+def leaves(model: Any = Config, path: tuple[str, ...] = ()) -> Iterator[str]:
+    """Every key of the schema, sections included."""
+    for name, info in model.model_fields.items():
+        yield ".".join((*path, name))
+        section = section_of(info.annotation)
+        if section is not None:
+            yield from leaves(section, (*path, name))
+
+
+KEYS = sorted(leaves())
+
+
+def spoil(data: st.DataObject, folder: Path) -> str:
+    """Damage one file of the world, as crashes, disks, downloads and people do; returns what was done."""
+    files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    name = data.draw(st.sampled_from(files), "file")
+    path, content = folder / name, (folder / name).read_bytes()
+    ways = ["empty", "cut", "flip", "mark", "remove", "folder", "loop", "dangling", "other", "utf-16", "latin-1"]
+    way = data.draw(st.sampled_from([*ways, *(["json"] * 8 if path.suffix == ".json" else [])]), "way")
+    at = data.draw(st.integers(0, max(len(content) - 1, 0)), "at") if way in ("cut", "flip") else 0
+    if way == "json":
+        _change_json(data, path, content)
+    elif way in ("remove", "folder", "loop", "dangling"):
+        path.unlink()
+        if way == "folder":
+            path.mkdir()
+        elif way != "remove":
+            path.symlink_to(path.name if way == "loop" else "nowhere")
+    else:
+        path.write_bytes({
+            "empty": lambda: b"", "cut": lambda: content[:at], "mark": lambda: b"\xef\xbb\xbf" + content,
+            "flip": lambda: content[:at] + bytes([content[at] ^ 16]) + content[at + 1:] if content else b"\0",
+            "other": lambda: (folder / data.draw(st.sampled_from(files), "other")).read_bytes(),
+            "utf-16": lambda: content.decode("utf-8", "replace").encode("utf-16", "surrogatepass"),
+            "latin-1": lambda: content + "é".encode("latin-1")}[way]())
+    return f"{way} {name}"
+
+
+def _change_json(data: st.DataObject, path: Path, content: bytes) -> None:
+    """Put any value into any place of a JSON file."""
+    tree = json.loads(content)
+    place, keys = tree, []
+    while isinstance(place, dict | list) and place:
+        keys.append((place, data.draw(st.sampled_from(sorted(place) if isinstance(place, dict) else range(len(place))))))
+        place = place[keys[-1][1]]
+        if data.draw(st.booleans(), "here"):
+            break
+    value = data.draw(JSON, "value")
+    if keys:
+        where, key = keys[-1]
+        where[key] = value
+        if isinstance(where, dict) and data.draw(st.integers(0, 5)) == 0:
+            del where[key]
+    else:
+        tree = value
+    path.write_text(json.dumps(tree), encoding="utf-8")
+
+
+@st.composite
+def commands(draw: st.DrawFn) -> tuple[Command, str]:
+    """One of the calls, and at most one thing that is wrong with its words, its launch, its console or its disk."""
+    words = [word.replace("\u00a0", " ") for word in CALLS[draw(st.sampled_from(sorted(CALLS)))].split(" ")]
+    ranks = int(words.pop(0)) if words[0].isdecimal() else 1
+    wrong = draw(st.sampled_from(["file", "file", "file", "override", "override", "word", "launch", "console", "disk"]))
+    more: dict[str, Any] = {}
+    if wrong == "override":
+        key, value = draw(st.sampled_from(KEYS)), draw(VALUES)
+        if words[0] in ("train", "evaluate") and not (key in LONG and value.isdecimal()):
+            words.append(f"{key}={value}")
+    elif wrong == "word":
+        at = draw(st.integers(1, len(words) - 1))
+        words[at] = draw(VALUES | st.sampled_from(["--", "-", "--help", "--config", "--nope", "=", "a=b", "train.=1"]))
+    elif wrong == "launch":
+        more["env"] = draw(LAUNCH)
+    elif wrong == "console":
+        more["console"] = draw(st.sampled_from(["ascii", "latin-1", "closed", "full", "utf-16"]))
+        more["locale"] = draw(st.sampled_from(["ascii", "latin-1", "utf-8"]))
+    elif wrong == "disk":
+        more["faults"] = draw(FAULTS)
+    return Command(tuple(word.replace("\0", "") for word in words), ranks, **more), wrong
+
+
+def contents(folder: Path) -> Counter[str]:
+    """How often each content lies under what was saved, wherever and under whatever name it lies now."""
+    found: Counter[str] = Counter()
+    for base, _, names in os.walk(folder):
+        for name in names:
+            path = Path(base, name)
+            if path.is_file() and name != "lock":
+                found[hashlib.sha256(path.read_bytes()).hexdigest()] += 1
+    return found
+
+
+def saved(folder: Path) -> Counter[str]:
+    """Contents that no command may lose."""
+    found: Counter[str] = Counter()
+    for name in SAVED:
+        path = folder / name
+        if path.is_file():
+            found[hashlib.sha256(path.read_bytes()).hexdigest()] += 1
+        elif path.is_dir():
+            found += contents(path)
+    return found
+
+
+def judge(command: Command, ended: Ended, lost: Counter[str]) -> None:
+    """Assert what holds for every command."""
+    note(f"{command}\n{ended.codes}\n--- stdout\n{ended.out[-2000:]}\n--- stderr\n{ended.err[-4000:]}")
+    text = ended.out + ended.err
+    assert "Traceback" not in text, "a traceback"
+    own = [code for code in ended.codes if code not in (-15, -9)] if any(c > 0 for c in ended.codes) else ended.codes
+    assert set(own) <= {0, 1, 2}, f"exit codes {ended.codes}"
+    errors = [line for line in text.splitlines() if line.startswith("error: ")]
+    if command.console != "closed" and "--json" not in errors:
+        assert len(errors) == (1 if any(own) else 0), f"{len(errors)} error lines"
+    assert not lost, f"{sum(lost.values())} saved files changed or gone"
+
+
+def try_one(server: Server, world: Path, folder: Path, data: st.DataObject) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(world, folder, symlinks=True)
+    command, wrong = data.draw(commands(), "command")
+    if wrong == "file":
+        note(spoil(data, folder))
+    before = saved(folder)
+    ended = server.run(command, folder)
+    judge(command, ended, before - contents(folder))
+
+
+@pytest.mark.parametrize("count", [60, pytest.param(3000, marks=pytest.mark.full)])
+def test_whatever_is_wrong_one_line_says_it_and_nothing_saved_is_lost(server, world, tmp_path, count) -> None:
+    @settings(max_examples=count, suppress_health_check=list(HealthCheck))
+    @given(st.data())
+    def body(data: st.DataObject) -> None:
+        try_one(server, world, tmp_path / "world", data)
+    body()
