@@ -18,7 +18,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 import traceback
 from dataclasses import asdict, dataclass, field
@@ -103,28 +102,40 @@ def serve() -> None:
 
 def _run(task: dict[str, Any]) -> Ended:
     """Fork the ranks, and wait as torchrun does: the first failure ends the others."""
-    with tempfile.TemporaryDirectory() as folder, socket.socket() as probe:
+    with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-        probe.close()
-        pids = []
-        for rank in range(task["ranks"]):
-            launch = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(task["ranks"]),
-                      "LOCAL_WORLD_SIZE": str(task["ranks"]), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-            pid = os.fork()
-            if pid == 0:
-                _be_rank(task, launch if task["ranks"] > 1 else {}, Path(folder) / str(rank))
-            pids.append(pid)
-        codes = _wait(pids, time.monotonic() + task["timeout"])
-        texts = [[(Path(folder) / f"{rank}.{name}") for rank in range(len(pids))] for name in ("out", "err")]
-        out, err = ("".join(f.read_bytes().decode("utf-8", "backslashreplace") for f in files if f.exists())
-                    for files in texts)
-    return Ended(codes, out, err)
+    pids = []
+    printed: dict[int, bytearray] = {}      # by the end of a pipe that this process reads
+    for rank in range(task["ranks"]):
+        launch = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(task["ranks"]),
+                  "LOCAL_WORLD_SIZE": str(task["ranks"]), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        ends = [os.pipe(), os.pipe()]
+        pid = os.fork()
+        if pid == 0:
+            _be_rank(task, launch if task["ranks"] > 1 else {}, [write for _, write in ends])
+        for read, write in ends:
+            os.close(write)
+            os.set_blocking(read, False)
+            printed[read] = bytearray()
+        pids.append(pid)
+    codes = _wait(pids, printed, time.monotonic() + task["timeout"])
+    texts = [text.decode("utf-8", "backslashreplace") for text in printed.values()]
+    for end in printed:
+        os.close(end)
+    return Ended(codes, "".join(texts[::2]), "".join(texts[1::2]))
 
 
-def _wait(pids: list[int], deadline: float) -> list[int]:
+def _wait(pids: list[int], printed: dict[int, bytearray], deadline: float) -> list[int]:
+    """The exit codes; what the ranks print is collected meanwhile."""
     codes: dict[int, int] = {}
-    while len(codes) < len(pids):
+    left = len(pids)
+    while left:
+        left = len(pids) - len(codes)       # once more after the last has ended: what it printed is there by then
+        for end, text in printed.items():
+            with contextlib.suppress(BlockingIOError):
+                while piece := os.read(end, 1 << 16):
+                    text += piece
         for pid in pids:
             if pid not in codes:
                 done, status = os.waitpid(pid, os.WNOHANG)
@@ -141,7 +152,7 @@ def _wait(pids: list[int], deadline: float) -> list[int]:
     return [codes[pid] for pid in pids]
 
 
-def _be_rank(task: dict[str, Any], launch: dict[str, str], files: Path) -> None:
+def _be_rank(task: dict[str, Any], launch: dict[str, str], pipes: list[int]) -> None:
     """Become one rank of the command; never returns."""
     code = 70
     try:
@@ -150,7 +161,7 @@ def _be_rank(task: dict[str, Any], launch: dict[str, str], files: Path) -> None:
         for name in [name for name in os.environ if name.startswith(("SLURM", "OMPI", "PMI", "TORCHELASTIC"))]:
             del os.environ[name]
         os.environ.update({**launch, **task["env"]})
-        _take_console(task["console"], files)
+        _take_console(task["console"], pipes)
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
         _take_files(task["locale"], task["faults"])
         code = _call(list(task["words"]))
@@ -177,12 +188,11 @@ def _call(words: list[str]) -> int:
     return main.main(words)
 
 
-def _take_console(console: str, files: Path) -> None:
+def _take_console(console: str, pipes: list[int]) -> None:
     """Point stdin, stdout and stderr where the command's console is."""
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    for fd, name in ((1, "out"), (2, "err")):
-        target = "/dev/full" if console == "full" and fd == 1 else f"{files}.{name}"
-        os.dup2(os.open(target, os.O_WRONLY | os.O_CREAT, 0o600), fd)
+    for fd, pipe in zip((1, 2), pipes, strict=True):
+        os.dup2(os.open("/dev/full", os.O_WRONLY) if console == "full" and fd == 1 else pipe, fd)
     if console == "closed":
         os.close(1)
         sys.stdout = None    # type: ignore[assignment]    # as the interpreter starts without the descriptor
