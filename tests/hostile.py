@@ -20,6 +20,7 @@ import subprocess
 import sys
 import time
 import traceback
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,10 @@ MEMORY = 12 << 30
 """Bytes of address space that a rank gets: a size that fits no machine must not harm the one that tests."""
 
 GRACE = 5.0
-"""Seconds that the other ranks get to end once one has failed, as under torchrun."""
+"""Seconds that the other ranks get to end once one has failed and they have been told to, as under torchrun."""
+
+REFUSAL_WAIT = 2.0
+"""Seconds for which other ranks than the first wait here before they say an error: nothing is slow to start."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +91,7 @@ def serve() -> None:
     import importlib
 
     from megafour.cli.main import verbs
+    from megafour.config import errors
     from megafour.verify.pool import PRELOAD
 
     sys.path.insert(0, str(ROOT))
@@ -94,6 +99,7 @@ def serve() -> None:
                  "megafour.inference.inspection", "megafour.inference.convert", "megafour.inference.evaluate",
                  "megafour.inference.generate", "megafour.data.prepare"):
         importlib.import_module(name)
+    errors.REFUSAL_WAIT = REFUSAL_WAIT
     for line in sys.stdin.buffer:
         answer = json.dumps(asdict(_run(json.loads(line))))
         sys.stdout.write(answer + "\n")
@@ -141,15 +147,21 @@ def _wait(pids: list[int], printed: dict[int, bytearray], deadline: float) -> li
                 done, status = os.waitpid(pid, os.WNOHANG)
                 if done:
                     codes[pid] = os.waitstatus_to_exitcode(status)
-                    if codes[pid]:
-                        deadline = min(deadline, time.monotonic() + GRACE)
+                    if codes[pid] and deadline > time.monotonic() + GRACE:
+                        deadline = time.monotonic() + GRACE
+                        _signal(set(pids) - set(codes), signal.SIGTERM)
         if time.monotonic() > deadline:
-            for pid in pids:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(pid, signal.SIGKILL)
+            _signal(pids, signal.SIGKILL)
             deadline = float("inf")
         time.sleep(0.005)
     return [codes[pid] for pid in pids]
+
+
+def _signal(pids: Iterable[int], number: int) -> None:
+    """Send a signal to the groups of processes that still are."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, number)
 
 
 def _be_rank(task: dict[str, Any], launch: dict[str, str], pipes: list[int]) -> None:
