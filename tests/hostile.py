@@ -35,6 +35,9 @@ GRACE = 5.0
 REFUSAL_WAIT = 2.0
 """Seconds for which other ranks than the first wait here before they say an error: nothing is slow to start."""
 
+LOCK_WAIT = 0.5
+"""Seconds for which the lock of another machine is watched here."""
+
 
 @dataclass(frozen=True)
 class Command:
@@ -92,6 +95,7 @@ def serve() -> None:
 
     from megafour.cli.main import verbs
     from megafour.config import errors
+    from megafour.trainer.lock import RunLock
     from megafour.verify.pool import PRELOAD
 
     sys.path.insert(0, str(ROOT))
@@ -100,6 +104,8 @@ def serve() -> None:
                  "megafour.inference.generate", "megafour.data.prepare"):
         importlib.import_module(name)
     errors.REFUSAL_WAIT = REFUSAL_WAIT
+    beat, _, *rest = RunLock.__init__.__defaults__ or ()
+    RunLock.__init__.__defaults__ = (beat, LOCK_WAIT, *rest)
     for line in sys.stdin.buffer:
         answer = json.dumps(asdict(_run(json.loads(line))))
         sys.stdout.write(answer + "\n")

@@ -105,6 +105,8 @@ CALLS = {
     "train on an own schedule": "2 train --config config.yaml run.dir=new train.steps=1 parallel.pp=2 "
                                 "parallel.pipeline.schedule=table.json",
 }
+SLOW_CALLS = {"verify": "verify --config config.yaml --mesh tp2 --steps 1", "verify options": "verify --mesh pp2 --json"}
+"""Those that start processes of their own: with `--all` only."""
 SAVED = ("run/checkpoints", "data", "hf", "checkpoint", "tokenizer.json", "tokenizer.model", "text.txt", "text.jsonl",
          "more.jsonl.gz", "more.parquet", "config.yaml", "table.json")
 
@@ -224,17 +226,17 @@ def _change_json(data: st.DataObject, path: Path, content: bytes) -> None:
 
 
 @st.composite
-def commands(draw: st.DrawFn) -> tuple[Command, set[str]]:
+def commands(draw: st.DrawFn, calls: dict[str, str]) -> tuple[Command, set[str]]:
     """One of the calls, and one or two things that are wrong: with its words, its launch, its console, its disk; or
     with what it reads (`file`) or finds (`left`), which the caller does."""
-    words = [word.replace("\u00a0", " ") for word in CALLS[draw(st.sampled_from(sorted(CALLS)))].split(" ")]
+    words = [word.replace("\u00a0", " ") for word in calls[draw(st.sampled_from(sorted(calls)))].split(" ")]
     ranks = int(words.pop(0)) if words[0].isdecimal() else 1
     ways = ["file", "file", "file", "left", "override", "override", "word", "launch", "console", "disk"]
     wrong = set(draw(st.lists(st.sampled_from(ways), min_size=1, max_size=2)))
     more: dict[str, Any] = {}
     if "override" in wrong:
         key, value = draw(st.sampled_from(KEYS)), draw(VALUES)
-        if words[0] in ("train", "evaluate") and not (key in LONG and value.isdecimal()):
+        if words[0] in ("train", "evaluate", "verify") and not (key in LONG and value.isdecimal()):
             words.append(f"{key}={value}")
     if "word" in wrong:
         at = draw(st.integers(1, len(words) - 1))
@@ -285,10 +287,11 @@ def judge(command: Command, ended: Ended, lost: Counter[str]) -> None:
     assert not lost, f"{sum(lost.values())} saved files changed or gone"
 
 
-def try_one(server: Server, world: Path, folder: Path, data: st.DataObject) -> None:
+def try_one(server: Server, world: Path, folder: Path, data: st.DataObject, calls: dict[str, str] = CALLS) -> None:
+    """Run one command in a copy of the world, and judge it."""
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(world, folder, symlinks=True)
-    command, wrong = data.draw(commands(), "command")
+    command, wrong = data.draw(commands(calls), "command")
     if "left" in wrong:
         note(leave_behind(data, folder))
     if "file" in wrong:
@@ -298,10 +301,11 @@ def try_one(server: Server, world: Path, folder: Path, data: st.DataObject) -> N
     judge(command, ended, before - contents(folder))
 
 
-@pytest.mark.parametrize("count", [60, pytest.param(3000, marks=pytest.mark.full)])
-def test_whatever_is_wrong_one_line_says_it_and_nothing_saved_is_lost(server, world, tmp_path, count) -> None:
+@pytest.mark.parametrize("count, calls", [
+    (80, CALLS), pytest.param(3000, {**CALLS, **SLOW_CALLS}, marks=pytest.mark.full)], ids=["80", "3000"])
+def test_whatever_is_wrong_one_line_says_it_and_nothing_saved_is_lost(server, world, tmp_path, count, calls) -> None:
     @settings(max_examples=count, suppress_health_check=list(HealthCheck))
     @given(st.data())
     def body(data: st.DataObject) -> None:
-        try_one(server, world, tmp_path / "world", data)
+        try_one(server, world, tmp_path / "world", data, calls)
     body()
