@@ -105,7 +105,7 @@ CALLS = {
     "train on an own schedule": "2 train --config config.yaml run.dir=new train.steps=1 parallel.pp=2 "
                                 "parallel.pipeline.schedule=table.json",
 }
-SLOW_CALLS = {"verify": "verify --config config.yaml --mesh tp2 --steps 1", "verify options": "verify --mesh pp2 --json"}
+SLOW_CALLS = {"verify": "verify --config config.yaml --mesh tp2 --steps 1", "verify defaults": "verify --mesh pp2"}
 """Those that start processes of their own: with `--all` only."""
 SAVED = ("run/checkpoints", "data", "hf", "checkpoint", "tokenizer.json", "tokenizer.model", "text.txt", "text.jsonl",
          "more.jsonl.gz", "more.parquet", "config.yaml", "table.json")
