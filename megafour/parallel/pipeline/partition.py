@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
+from megafour.architecture.model import Part
 from megafour.cost.flops import Flops, model_flops
 from megafour.cost.memory import sharing, state_bytes
-from megafour.cost.parameters import Part, parameters
+from megafour.cost.parameters import parameters
 from megafour.cost.step import ELEMENT
 from megafour.parallel.pipeline.balance import Loads, balance
 from megafour.parallel.pipeline.check import peak_live
@@ -57,7 +58,7 @@ def loads(config: Any, pipeline: Pipeline, vocab_size: int) -> Loads:
     micro-batch that the schedule keeps alive on a rank, what its layers save for their backward.
     """
     flops = model_flops(config.model, config.data.seq_length, vocab_size)
-    first, last = Part(0, True, False), Part(0, False, True)
+    first, last = Part(range(0), True, False), Part(range(0), False, True)
     ends = pipeline.placement.rank_of[0] == pipeline.placement.rank_of[-1]
 
     moments = 2 if config.optimizer.name == "adamw" else 0
@@ -68,7 +69,7 @@ def loads(config: Any, pipeline: Pipeline, vocab_size: int) -> Loads:
         return state_bytes(elements, zero_stage=zero_stage, shares=shares, element=ELEMENT[config.train.precision],
                            moments=moments).total
 
-    saved, layer = saved_bytes(config), held(Part(1, False, False))
+    saved, layer = saved_bytes(config), held(Part(range(1), False, False))
     live = peak_live(pipeline.table(max(1, micro_batches(config))))
     return Loads(
         layers=layer_costs(flops, config.train.recompute), first=flops.embedding, last=flops.head,
