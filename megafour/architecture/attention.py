@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from megafour.architecture.sublayer import LinearSpec, NormSpec, Sublayer, column, row
+from megafour.architecture.sublayer import Flops, LinearSpec, NormSpec, Sublayer, column, row
 from megafour.architecture.weights import ParameterSpec, Split, TensorParallel
 from megafour.config.model_schema import ModelConfig
 
@@ -42,6 +42,10 @@ class AttentionSpec(Sublayer):
                    row(f"{name}.wo", model.hidden_size, heads * size, heads, bias=model.linear_bias,
                        std=output_std(model)), *norms)
 
+    def flops(self, seq_length: int) -> Flops:
+        """Those of its parameters, and of the two products over the keys that each query sees."""
+        return Flops(6 * self.count, 6 * self.heads * self.head_size * seen_keys(seq_length, self.window))
+
     def local_heads(self, at: TensorParallel) -> tuple[int, int]:
         """(query heads, K/V heads) of one tensor-parallel rank."""
         q, k, _ = self.qkv.weight.weights
@@ -51,6 +55,12 @@ class AttentionSpec(Sublayer):
         """The projections', then the norms'."""
         return tuple(spec for part in (self.qkv, self.output, self.q_norm, self.k_norm) if part is not None
                      for spec in part.parameters())
+
+
+def seen_keys(seq_length: int, window: int | None = None) -> int:
+    """Twice the mean number of keys that a query sees, the diagonal counted half: S without a window."""
+    width = seq_length if window is None else min(window, seq_length)
+    return round(width * (2 - width / seq_length))
 
 
 def output_std(model: ModelConfig) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -9,7 +10,7 @@ from functools import cached_property
 from megafour.architecture.attention import AttentionSpec
 from megafour.architecture.ends import EmbeddingSpec, HeadSpec
 from megafour.architecture.mlp import MLPSpec
-from megafour.architecture.sublayer import NormSpec, Sublayer
+from megafour.architecture.sublayer import Flops, NormSpec, Sublayer
 from megafour.architecture.weights import ParameterSpec
 from megafour.config.model_schema import ModelConfig
 from megafour.config.schema import Config
@@ -32,7 +33,7 @@ class BranchSpec:
 
 
 @dataclass(frozen=True)
-class LayerSpec:
+class LayerSpec(Sublayer):
     """One pre-norm block."""
 
     index: int
@@ -46,6 +47,10 @@ class LayerSpec:
     def parameters(self) -> tuple[ParameterSpec, ...]:
         """Of all sublayers, in their order."""
         return tuple(spec for part in self.sublayers for spec in part.parameters())
+
+    def flops(self, seq_length: int) -> Flops:
+        """Of all sublayers."""
+        return sum((part.flops(seq_length) for part in self.sublayers), Flops(0))
 
 
 @dataclass(frozen=True)
@@ -100,6 +105,11 @@ class Architecture:
                 yield chunk, self.layers[index].parameters()
             if part.last:
                 yield chunk, self.head(apart=apart).parameters()
+
+    @property
+    def count(self) -> int:
+        """Trained numbers of the whole model, padding not counted."""
+        return sum(math.prod(shape) for shape in self.shapes().values())
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Every logical tensor by name, in the order of registration."""

@@ -9,8 +9,26 @@ from typing import Literal
 from megafour.architecture.weights import ParameterSpec, Split, Weight
 
 
+@dataclass(frozen=True)
+class Flops:
+    """Floating-point operations of one token, forward and backward together, in whole numbers."""
+
+    linear: int
+    """6 for each parameter that multiplies the token: 2 forward, 4 backward."""
+    pairs: int = 0
+    """Over the pairs of tokens that see each other; what recompute `selective` does again."""
+
+    @property
+    def total(self) -> int:
+        """Both."""
+        return self.linear + self.pairs
+
+    def __add__(self, other: Flops) -> Flops:
+        return Flops(self.linear + other.linear, self.pairs + other.pairs)
+
+
 class Sublayer:
-    """A part of the model: what it holds."""
+    """A part of the model: what it holds and computes."""
 
     def parameters(self) -> tuple[ParameterSpec, ...]:
         """Its parameters, in the order in which its module registers them."""
@@ -20,6 +38,10 @@ class Sublayer:
     def count(self) -> int:
         """Elements of its weights over all ranks."""
         return sum(weight.count for spec in self.parameters() for weight in spec.weights)
+
+    def flops(self, seq_length: int) -> Flops:
+        """Of one token of a sequence of `seq_length`, on all ranks together."""
+        return Flops(6 * self.count)
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
-from megafour.architecture.model import Part
-from megafour.cost.flops import Flops, model_flops
+from megafour.architecture.model import Architecture, Part
+from megafour.architecture.sublayer import Flops
+from megafour.cost.flops import ModelFlops, model_flops
 from megafour.cost.memory import sharing, state_bytes
 from megafour.cost.parameters import parameters
 from megafour.cost.step import ELEMENT
@@ -57,7 +58,7 @@ def loads(config: Any, pipeline: Pipeline, vocab_size: int) -> Loads:
     Compute in FLOPs a token. Memory in bytes: weights, gradients and optimizer of what a stage holds, and for each
     micro-batch that the schedule keeps alive on a rank, what its layers save for their backward.
     """
-    flops = model_flops(config.model, config.data.seq_length, vocab_size)
+    flops = model_flops(Architecture(config.model, vocab_size), config.data.seq_length)
     first, last = Part(range(0), True, False), Part(range(0), False, True)
     ends = pipeline.placement.rank_of[0] == pipeline.placement.rank_of[-1]
 
@@ -77,10 +78,12 @@ def loads(config: Any, pipeline: Pipeline, vocab_size: int) -> Loads:
         last_memory=held(first, last) - held(first) if ends else held(last))    # a tied embedding on one rank is one
 
 
-def layer_costs(flops: Flops, recompute: str = "none") -> list[int]:
+def layer_costs(flops: ModelFlops, recompute: str = "none") -> list[int]:
     """FLOPs a token that each layer really costs: its own, and a third of what the backward computes again."""
-    again = {"none": [0] * len(flops.attention), "selective": flops.attention, "full": flops.layers}[recompute]
-    return [own + more // 3 for own, more in zip(flops.layers, again, strict=True)]
+    def again(layer: Flops) -> int:
+        return {"none": 0, "selective": layer.pairs, "full": layer.total}[recompute]
+
+    return [layer.total + again(layer) // 3 for layer in flops.layers]
 
 
 def saved_bytes(config: Any) -> int:
