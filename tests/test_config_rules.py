@@ -2,11 +2,11 @@
 
 import pytest
 
+from megafour.architecture.model import Architecture
 from megafour.config.errors import ConfigError
 from megafour.config.load import load_config
 from megafour.config.rules import resolve
 from megafour.cost.describe import describe, mesh_name
-from megafour.cost.flops import model_parameters
 
 M0 = ["model.num_layers=4", "model.hidden_size=32", "model.num_attention_heads=4", "model.num_key_value_heads=2",
       "model.ffn_hidden_size=64", "model.vocab_size=64", "data.seq_length=16", "train.global_batch_size=8",
@@ -244,7 +244,7 @@ def root(pytestconfig):
 ])
 def test_presets_have_the_published_number_of_parameters(preset, parameters):
     model = load_config(None, [f"model.preset={preset}"]).model
-    assert model_parameters(model, int(model.vocab_size)) == parameters
+    assert Architecture(model, int(model.vocab_size)).count == parameters
 
 
 def test_describe_says_the_mesh_the_batch_and_the_parameters():

@@ -13,6 +13,7 @@ from megafour.config.rules import resolve
 from megafour.mesh import Mesh
 from megafour.model.stage import build_stage
 from megafour.parallel.pieces import named_pieces
+from tests.test_architecture import check_described
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 
@@ -20,7 +21,7 @@ CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 @pytest.mark.parametrize(("name", "world"), [("quickstart", 16), ("gpt2-124m", 8), ("llama3-8b", 8),
                                              ("llama3-70b-128k", 128)])
 def test_every_rank_builds_its_shapes(name: str, world: int) -> None:
-    """On the meta device: the counted pieces of one model replica cover each logical tensor exactly once."""
+    """On the meta device: as described, and the counted pieces of one replica cover each logical tensor once."""
     config = resolve(load_config(str(CONFIGS / f"{name}.yaml")), world)
     p, vocab = config.parallel, config.model.vocab_size
     vocab = vocab if isinstance(vocab, int) else 2048
@@ -33,6 +34,7 @@ def test_every_rank_builds_its_shapes(name: str, world: int) -> None:
             p.tp if p.sequence_parallel else 1) == config.data.seq_length
         if mesh.group("dp_cp").rank:
             continue
+        check_described(config, mesh, stage, vocab)
         for _, piece in named_pieces(stage):
             shapes[piece.name] = piece.shape
             covered[piece.name] += piece.counted * torch.Size(piece.size).numel()

@@ -2,8 +2,10 @@
 
 import pytest
 
+from megafour.architecture.attention import seen_keys
+from megafour.architecture.model import Architecture
 from megafour.config.model_schema import ModelConfig
-from megafour.cost.flops import layer_parameters, mfu, model_flops, seen_keys
+from megafour.cost.flops import known_peak, mfu, model_flops
 
 
 def llama(**changes):
@@ -13,10 +15,20 @@ def llama(**changes):
                           **changes})
 
 
+def flops_of(**changes):
+    return model_flops(Architecture(llama(**changes), 32000), 1024)
+
+
+def layer_parameters(model):
+    """Parameters of each layer, which are alike."""
+    (count,) = {layer.count for layer in Architecture(model, 0).layers}
+    return count
+
+
 def test_yardstick():
-    flops = model_flops(llama(), 1024)
+    flops = flops_of()
     assert flops.per_token == 265_079_808
-    assert flops.head / flops.layers[0] == pytest.approx(4.7, abs=0.05)  # a head costs as much as 4.7 of these layers
+    assert flops.head / flops.layers[0].total == pytest.approx(4.7, abs=0.05)    # a head is as much as 4.7 layers
 
 
 def test_layer_parameters():
@@ -27,10 +39,8 @@ def test_layer_parameters():
     assert layer_parameters(gpt2) == 7_087_872  # GPT-2 124M's h.0, summed in transformers
 
 
-def test_vocabulary_and_attention_width():
-    assert model_flops(llama(vocab_size="auto"), 1024, 32000) == model_flops(llama(), 1024)
-    wide = model_flops(llama(head_dim=128), 1024)
-    assert wide.attention[0] == 2 * model_flops(llama(), 1024).attention[0]
+def test_wider_heads_cost_more_over_the_pairs_of_tokens():
+    assert flops_of(head_dim=128).layers[0].pairs == 2 * flops_of().layers[0].pairs
 
 
 def test_windows_count_the_pairs_that_see_each_other():
@@ -39,11 +49,17 @@ def test_windows_count_the_pairs_that_see_each_other():
         # a pair on the diagonal, or on the window's far edge, counts half, as in the S/2 of the causal mask
         assert abs(seen_keys(seq, window) * seq / 2 - pairs) <= seq / 2 + seq
     assert seen_keys(64) == 64 and seen_keys(4096, 8192) == 4096
-    mixed = model_flops(llama(attention_window=[None, 128]), 1024)
-    assert mixed.attention[0] == 6 * 512 * 1024 and mixed.attention[1] == 6 * 512 * 240
-    assert model_flops(llama(), 1024).per_token - mixed.per_token == 4 * 6 * 512 * (1024 - 240)
+    mixed = flops_of(attention_window=[None, 128])
+    assert [layer.pairs for layer in mixed.layers[:2]] == [6 * 512 * 1024, 6 * 512 * 240]
+    assert flops_of().per_token - mixed.per_token == 4 * 6 * 512 * (1024 - 240)
 
 
 def test_mfu():
     assert mfu(1000, 2e9, 1.0, 4) == pytest.approx(0.5)
     assert mfu(1000, 2e9, None, 4) is None
+
+
+@pytest.mark.parametrize(("name", "peak"), [("NVIDIA H100 80GB HBM3", 989.0), ("NVIDIA H100 PCIe", 756.0),
+                                            ("NVIDIA H200", 989.0), ("NVIDIA GeForce RTX 4090", None)])
+def test_peaks_are_known_by_a_part_of_the_device_name(name, peak):
+    assert known_peak(name) == peak

@@ -50,7 +50,7 @@ def batches_of(state: Any, step: int = 0, valid: list[int] | None = None, size: 
 
 def gradients(state: Any) -> dict[str, list]:
     """(offset, values) of this rank's pieces by name, after all reductions of a step without ZeRO."""
-    return {piece.name: [piece.offset, piece.view(param.main_grad()).tolist()]
+    return {piece.name: [piece.offset, param.main_grad()[piece.rows].tolist()]
             for param, piece in named_pieces(state.stage)}
 
 
@@ -61,7 +61,7 @@ def one_step(rank: int, world: int, parallel: dict[str, Any], valid: list[int] |
     seen: list[dict[str, list]] = []
     results = [train_step(state, batches_of(state, s, valid), s, 0.5, observe=lambda *_: seen.append(gradients(state)))
                for s in range(steps)]
-    weights = {piece.name: [piece.offset, piece.view(param.detach()).tolist()]
+    weights = {piece.name: [piece.offset, param.detach()[piece.rows].tolist()]
                for param, piece in named_pieces(state.stage)}
     return {"loss": [r.loss for r in results], "norm": [r.grad_norm for r in results], "grads": seen[0],
             "weights": weights, "tp": state.mesh.group("tp").rank}
@@ -156,9 +156,10 @@ def test_a14_dropout_differs_where_activations_do(pool, parallel, alike) -> None
 
 def test_a15_gradients_accumulate_in_fp32() -> None:
     """1.0, then 255 times 2^-9: 1.498046875; bf16 would stay at 1.0."""
+    from megafour.architecture.pieces import Piece
     from megafour.comm.group import solo
     from megafour.parallel.data.buckets import GradientBuckets
-    from megafour.parallel.pieces import Piece, set_pieces
+    from megafour.parallel.pieces import set_pieces
 
     param = set_pieces(torch.nn.Parameter(torch.ones(1, dtype=torch.bfloat16)), [Piece("w", (1,), (0,), (1,))])
     GradientBuckets([param], solo("dp_cp"), zero_stage=0, accumulate=torch.float32)
@@ -169,9 +170,10 @@ def test_a15_gradients_accumulate_in_fp32() -> None:
 
 def test_the_gradient_norm_of_a_large_share_is_exact() -> None:
     """Ten million fp32 elements added up one after the other lose 4e-4, and a cut of them into other shares less."""
+    from megafour.architecture.pieces import Piece
     from megafour.comm.group import solo
     from megafour.parallel.data.buckets import GradientBuckets, squared_norm
-    from megafour.parallel.pieces import Piece, set_pieces
+    from megafour.parallel.pieces import set_pieces
 
     size = 10_000_019    # divides by no power of two
     param = set_pieces(torch.nn.Parameter(torch.zeros(size)), [Piece("w", (size,), (0,), (size,))])
@@ -183,7 +185,7 @@ def test_the_gradient_norm_of_a_large_share_is_exact() -> None:
 
 def first_weights(rank: int, world: int, parallel: dict[str, Any]) -> dict[str, list]:
     state = state_of(world, parallel)
-    return {piece.name: [piece.offset, piece.view(param.detach()).tolist()]
+    return {piece.name: [piece.offset, param.detach()[piece.rows].tolist()]
             for param, piece in named_pieces(state.stage)}
 
 

@@ -9,9 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megafour.architecture.ends import vocabulary
+from megafour.comm.group import Group
 from megafour.mesh import Mesh
+from megafour.parallel.pieces import tensor_parallel
 from megafour.parallel.tensor.cross_entropy import head_loss
-from megafour.parallel.tensor.embedding import vocabulary_piece
 
 SEQ, BATCH, HIDDEN = 8, 2, 16
 
@@ -26,12 +28,18 @@ def inputs(vocab: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return x, weight, labels
 
 
+def words_of(vocab: int, hidden: int, group: Group) -> tuple[int, int, int]:
+    """(first word, words, rows with padding) of this rank."""
+    weight, at = vocabulary("head.weight", vocab, hidden, 0.02), tensor_parallel(group, False)
+    piece = weight.piece(at)
+    return piece.offset[0], piece.size[0], weight.local_shape(at)[0]
+
+
 def loss_on_mesh(rank: int, world: int, vocab: int, sp: bool) -> list:
     """Loss and gradients of this rank's shard."""
     group = Mesh.build(tp=world).group("tp")
     x, weight, labels = inputs(vocab)
-    piece, rows = vocabulary_piece("head.weight", vocab, HIDDEN, group, 0.02)
-    first, valid = piece.offset[0], piece.size[0]
+    first, valid, rows = words_of(vocab, HIDDEN, group)
     local = torch.full((rows, HIDDEN), 7.0, dtype=torch.float64)  # padding that would take probability if it could
     local[:valid] = weight[first : first + valid]
     local = torch.nn.Parameter(local)
@@ -76,11 +84,11 @@ def growth(rank: int, world: int) -> list[float]:
     x = torch.randn(seq, 1, 16, generator=g).requires_grad_()
     weight = torch.randn(vocab, 16, generator=g)
     labels = torch.randint(vocab, (seq, 1), generator=g)
-    piece, rows = vocabulary_piece("head.weight", vocab, 16, group, 0.02)
-    local = torch.nn.Parameter(weight[piece.offset[0] : piece.offset[0] + rows].clone())
+    first, _, rows = words_of(vocab, 16, group)
+    local = torch.nn.Parameter(weight[first : first + rows].clone())
     Path("/proc/self/clear_refs").write_text("5")     # the peak of this rank's earlier calls would hide this one's
     before = peak_memory()
-    loss, _ = head_loss(x, local, labels, torch.tensor(1 / seq), first=piece.offset[0], valid=rows, group=group,
+    loss, _ = head_loss(x, local, labels, torch.tensor(1 / seq), first=first, valid=rows, group=group,
                         sequence_parallel=False)
     loss.backward()
     return [(peak_memory() - before) / 2**20, float(loss.detach())]

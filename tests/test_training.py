@@ -301,11 +301,12 @@ def test_the_validation_loss_is_the_same_on_every_mesh(pool, tmp_path) -> None:
 
 def test_the_first_adam_update_is_a_whole_one() -> None:
     """w=1, g=0.5, lr=0.1, no decay -> 0.9 after one step (a dummy step before would give 0.9265)."""
+    from megafour.architecture.pieces import Piece
     from megafour.comm.group import solo
     from megafour.config.schema import OptimizerConfig
     from megafour.optim.optimizer import ShardedOptimizer
     from megafour.parallel.data.buckets import GradientBuckets
-    from megafour.parallel.pieces import Piece, set_pieces
+    from megafour.parallel.pieces import set_pieces
 
     param = set_pieces(torch.nn.Parameter(torch.ones(1)), [Piece("w", (1,), (0,), (1,))])
     buckets = GradientBuckets([param], solo("dp_cp"), zero_stage=0, accumulate=torch.float32)

@@ -58,18 +58,17 @@ def label_lost_at_a_boundary():
 @contextmanager
 def kv_heads_swapped():
     """A tp rank holds the K and V heads of its neighbour."""
-    from megafour.model import attention
+    from megafour.architecture.weights import Weight
 
-    real = attention.qkv_pieces
+    real = Weight.piece
 
-    def swapped(build, name, kind):
-        pieces = real(build, name, kind)
-        if not name.startswith("layers.1."):
-            return pieces
-        other = [replace(p, offset=(p.shape[0] - p.size[0] - p.offset[0], *p.offset[1:])) for p in pieces]
-        return [pieces[0], *other[1:]]
+    def swapped(self, at, row=0):
+        piece = real(self, at, row)
+        if not re.match(r"layers\.1\.attention\.w[kv]\.", self.name):
+            return piece
+        return replace(piece, offset=(piece.shape[0] - piece.size[0] - piece.offset[0], *piece.offset[1:]))
 
-    with mock.patch.object(attention, "qkv_pieces", swapped):
+    with mock.patch.object(Weight, "piece", swapped):
         yield
 
 

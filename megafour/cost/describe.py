@@ -1,8 +1,8 @@
 """A resolved configuration in words: the mesh, the batch's equation, the length, the model's parameters."""
 
+from megafour.architecture.model import Architecture
 from megafour.config.model_schema import ModelConfig
 from megafour.config.schema import Config
-from megafour.cost.flops import model_parameters
 
 AXIS_WORDS = {
     "dp": ("replica", "replicas"),
@@ -69,7 +69,7 @@ def _length(config: Config) -> str:
 def model_words(model: ModelConfig) -> str:
     """Shape and number of parameters."""
     known = model.vocab_size != "auto"
-    count = model_parameters(model, int(model.vocab_size) if known else 0)
+    count = Architecture(model, int(model.vocab_size) if known else 0).count
     words = f"{count:,} parameters" + ("" if known else " without the vocabulary's, which the tokenizer decides")
     shape = (f"{model.num_layers} layers, hidden {model.hidden_size}, {model.num_attention_heads} heads of "
              f"{model.head_size} ({model.kv_heads} key/value), ffn {model.ffn_size}, vocabulary {model.vocab_size}")

@@ -11,75 +11,40 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megafour.config.model_schema import ModelConfig
+from megafour.architecture.model import Architecture
+from megafour.architecture.sublayer import Flops
+
+PEAK_TFLOPS = {"H200": 989.0, "H100 PCIe": 756.0, "H100": 989.0, "B200": 2250.0, "A100": 312.0, "L40S": 362.0,
+               "A10": 125.0}
+"""Dense bf16 peak of a GPU by a part of its name, TFLOP/s, from the vendor's data sheets."""
 
 
 @dataclass(frozen=True)
-class Flops:
-    """Model FLOPs a token, forward and backward together, as whole numbers."""
+class ModelFlops:
+    """Model FLOPs a token, forward and backward together."""
 
-    layer_linear: int
-    """6 × the parameters of one layer."""
-    attention: tuple[int, ...]
-    """Each layer's products over the pairs of tokens that see each other: 6·H·S, the causal half, without a window."""
+    layers: tuple[Flops, ...]
+    """Of each layer; its pairs are those of attention, the causal half: 6·H·S without a window."""
     head: int
     """6 × the parameters of the output projection and the last norm."""
     embedding: int
     """The lookup: no multiplication; counted as reading, adding and accumulating one row (3·hidden)."""
 
     @property
-    def layers(self) -> list[int]:
-        """Each decoder layer."""
-        return [self.layer_linear + attention for attention in self.attention]
-
-    @property
     def per_token(self) -> int:
         """The whole model, causal attention counted half; the lookup is left out, as everybody does."""
-        return sum(self.layers) + self.head
+        return sum(layer.total for layer in self.layers) + self.head
 
 
-def layer_parameters(model: ModelConfig) -> int:
-    """Parameters of one decoder layer."""
-    hidden, ffn = model.hidden_size, model.ffn_size
-    query, kv = model.num_attention_heads * model.head_size, model.kv_heads * model.head_size
-    up = 2 if model.gated else 1
-    matrices = hidden * (query + 2 * kv) + query * hidden + (up + 1) * hidden * ffn
-    biases = (query + 2 * kv) if model.qkv_bias else 0
-    if model.linear_bias:
-        biases += hidden + up * ffn + hidden
-    norms = 2 * norm_parameters(model) + (2 * model.head_size if model.qk_norm else 0)
-    return matrices + biases + norms
+def model_flops(architecture: Architecture, seq_length: int) -> ModelFlops:
+    """FLOPs a token of a model at `seq_length` tokens."""
+    return ModelFlops(tuple(layer.flops(seq_length) for layer in architecture.layers),
+                      architecture.head().flops(seq_length).total, architecture.embedding().flops(seq_length).total)
 
 
-def model_parameters(model: ModelConfig, vocab_size: int) -> int:
-    """Trained numbers of the whole model with `vocab_size` token ids, padding not counted."""
-    embeddings = vocab_size * model.hidden_size * (1 if model.tie_embeddings else 2)
-    if model.position == "learned":
-        embeddings += (model.max_position_embeddings or 0) * model.hidden_size
-    return model.num_layers * layer_parameters(model) + norm_parameters(model) + embeddings
-
-
-def norm_parameters(model: ModelConfig) -> int:
-    """Parameters of one norm over the hidden size: a gain, and with LayerNorm a bias."""
-    return model.hidden_size * (2 if model.norm == "layernorm" else 1)
-
-
-def model_flops(model: ModelConfig, seq_length: int, vocab_size: int | None = None) -> Flops:
-    """FLOPs a token of `model` at `seq_length` tokens; `vocab_size` replaces the model's own where that is `auto`."""
-    vocabulary = int(model.vocab_size) if vocab_size is None else vocab_size
-    heads = model.num_attention_heads * model.head_size
-    return Flops(
-        layer_linear=6 * layer_parameters(model),
-        attention=tuple(6 * heads * seen_keys(seq_length, model.window(i)) for i in range(model.num_layers)),
-        head=6 * (model.hidden_size * vocabulary + norm_parameters(model)),
-        embedding=3 * model.hidden_size,
-    )
-
-
-def seen_keys(seq_length: int, window: int | None = None) -> int:
-    """Twice the mean number of keys that a query sees, the diagonal counted half: S without a window."""
-    width = seq_length if window is None else min(window, seq_length)
-    return round(width * (2 - width / seq_length))
+def known_peak(device: str) -> float | None:
+    """The peak of a device by its name, TFLOP/s; None where no data sheet is listed."""
+    return next((peak for part, peak in PEAK_TFLOPS.items() if part in device), None)
 
 
 def mfu(tokens_per_second: float, flops_per_token: float, peak_tflops: float | None, world: int) -> float | None:

@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from megafour.architecture.model import Architecture, Part
+from megafour.architecture.pieces import Piece
+from megafour.architecture.weights import TensorParallel
 from megafour.sizes import PRODUCTION, Sizes
-
-
-@dataclass(frozen=True)
-class Part:
-    """What one pipeline stage holds."""
-
-    layers: int
-    first: bool
-    """With the embedding."""
-    last: bool
-    """With the head."""
 
 
 @dataclass(frozen=True)
@@ -35,88 +27,27 @@ class Parameter:
     unit: int = 0
     """Which block, embedding or head, counted over the rank."""
     gathers: int = 2
-    """Times that ZeRO 3 gathers it in a micro-batch: for a forward and a backward that read it."""
+    """Times that ZeRO 3 gathers it in a micro-batch: for each forward and each backward that reads it."""
 
 
 def parameters(config: Any, parts: Sequence[Part], tp_rank: int, vocab_size: int) -> list[Parameter]:
-    """Of a rank with these stages, in the order in which its modules register them.
-
-    No backward reads the matrix of the embedding or of the head: a look-up's needs none, and the head's gradients are
-    made with the loss. A tied one on one rank is read by both forwards.
-    """
-    local = _Local(config, tp_rank, vocab_size)
-    alone = any(p.first for p in parts) and any(p.last for p in parts)
-    tied, units = config.model.tie_embeddings, []
-    for chunk, part in enumerate(parts):
-        if part.first:
-            token = replace(local.vocabulary(tied and not alone), gathers=2 if tied and alone else 1)
-            units.append((chunk, [*(replace(p, gathers=1) for p in local.position()), token]))
-        units += [(chunk, local.layer()) for _ in range(part.layers)]
-        if part.last:
-            head = local.norm(config.model.hidden_size, local.sp, config.model.norm == "layernorm")
-            matrix = [] if tied and alone else [replace(local.vocabulary(tied), gathers=1)]
-            units.append((chunk, [*head, *matrix]))
-    return [replace(p, chunk=chunk, unit=i) for i, (chunk, held) in enumerate(units) for p in held]
+    """Of a rank with these stages, in the order in which its modules register them."""
+    at = tensor_parallel(config, tp_rank)
+    units = Architecture(config.model, vocab_size).units(parts)
+    return [parameter_of(spec.shape(at), spec.pieces(at), chunk=chunk, unit=unit, gathers=spec.gathers)
+            for unit, (chunk, held) in enumerate(units) for spec in held]
 
 
-@dataclass(frozen=True)
-class _Local:
-    config: Any
-    tp_rank: int
-    vocab_size: int
+def tensor_parallel(config: Any, rank: int = 0) -> TensorParallel:
+    """What a resolved configuration asks of one tensor-parallel rank."""
+    parallel = config.parallel
+    return TensorParallel(parallel.tp, rank, bool(parallel.sequence_parallel) and parallel.tp > 1)
 
-    @property
-    def tp(self) -> int:
-        return int(self.config.parallel.tp)
 
-    @property
-    def sp(self) -> bool:
-        """Whether a replicated weight sees only this rank's share of the sequence."""
-        return bool(self.config.parallel.sequence_parallel) and self.tp > 1
-
-    def norm(self, size: int, summed: bool, bias: bool) -> list[Parameter]:
-        return [self.replicated(size, summed)] * (2 if bias else 1)
-
-    def replicated(self, size: int, summed: bool) -> Parameter:
-        return Parameter(size, False, (("tp", 0, size),) if summed else ())
-
-    def position(self) -> list[Parameter]:
-        model = self.config.model
-        if model.position != "learned":
-            return []
-        size = int(model.max_position_embeddings) * model.hidden_size
-        return [Parameter(size, True, (("tp", 0, size),) if self.sp else ())]
-
-    def vocabulary(self, tied: bool) -> Parameter:
-        """Rows are rounded up; of a tied copy on another stage only the rows of real words are summed."""
-        hidden, rows = self.config.model.hidden_size, -(-self.vocab_size // self.tp)
-        valid = min(rows, self.vocab_size - min(self.tp_rank * rows, self.vocab_size))
-        return Parameter(rows * hidden, True, (("embedding", 0, valid * hidden),) if tied and valid else ())
-
-    def layer(self) -> list[Parameter]:
-        model, tp, sp = self.config.model, self.tp, self.sp
-        hidden, d, layernorm = model.hidden_size, model.head_size, model.norm == "layernorm"
-        query, kv = model.num_attention_heads // tp * d, max(model.kv_heads // tp, 1) * d
-        ffn = model.ffn_size // tp
-        norm = self.norm(hidden, sp, layernorm)
-
-        def fused(width: int, matrix: bool) -> Parameter:
-            keys = ((query * width, (query + kv) * width), ((query + kv) * width, (query + 2 * kv) * width))
-            shared = tuple(("kv", a, b) for a, b in keys) if tp > model.kv_heads else ()
-            return Parameter((query + 2 * kv) * width, matrix, shared)
-
-        attention = [fused(hidden, True)] + ([fused(1, False)] if model.qkv_bias else [])
-        attention.append(Parameter(query * hidden, True))
-        if model.linear_bias:
-            attention.append(self.replicated(hidden, sp))
-        if model.qk_norm:
-            attention += [self.replicated(d, tp > 1)] * 2
-        up = ffn * (2 if model.gated else 1)
-        mlp = [Parameter(up * hidden, True)] + ([Parameter(up, False)] if model.linear_bias else [])
-        mlp.append(Parameter(ffn * hidden, True))
-        if model.linear_bias:
-            mlp.append(self.replicated(hidden, sp))
-        return [*norm, *attention, *norm, *mlp]
+def parameter_of(shape: tuple[int, ...], pieces: Iterable[Piece], *, chunk: int, unit: int, gathers: int) -> Parameter:
+    """A local parameter of this shape that holds these pieces."""
+    synced = tuple((piece.reduce, *piece.flat_range(shape)) for piece in pieces if piece.reduce is not None)
+    return Parameter(math.prod(shape), len(shape) >= 2, synced, chunk, unit, gathers)
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
+from megafour.architecture.model import Part
 from megafour.cost import traffic
 from megafour.cost.memory import sharing
-from megafour.cost.parameters import Bucket, Part, buckets, parameters
+from megafour.cost.parameters import Bucket, buckets, parameters
 from megafour.cost.traffic import Heads, Traffic, collective, total
 from megafour.sizes import PRODUCTION, Sizes
 
@@ -36,7 +37,7 @@ class Stages:
     """The pipeline: per stage, first to last, the rank that holds it and the layers that it has."""
 
     rank_of: Sequence[int]
-    layers: Sequence[Sequence[int]]
+    layers: Sequence[range]
 
     def held(self, rank: int) -> list[int]:
         """Stages of one rank."""
@@ -44,7 +45,7 @@ class Stages:
 
     def parts(self, rank: int) -> list[Part]:
         """The same as what they hold."""
-        return [Part(len(self.layers[i]), i == 0, i == len(self.rank_of) - 1) for i in self.held(rank)]
+        return [Part(self.layers[i], i == 0, i == len(self.rank_of) - 1) for i in self.held(rank)]
 
 
 @dataclass(frozen=True)

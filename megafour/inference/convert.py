@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from megafour.architecture.model import logical_shapes
 from megafour.checkpoint import huggingface, store
 from megafour.checkpoint.errors import CheckpointError
 from megafour.checkpoint.folder import HUGGINGFACE_CONFIG, is_huggingface
@@ -31,7 +32,6 @@ from megafour.inference.load import (
     open_tokenizer,
     vocabulary_of,
 )
-from megafour.model.shapes import logical_shapes
 
 WEIGHTS = "weights/"
 

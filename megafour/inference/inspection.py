@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megafour.architecture.model import logical_shapes
 from megafour.checkpoint import folder as checkpoints
 from megafour.checkpoint import huggingface
 from megafour.checkpoint.reading import CheckpointReader
@@ -23,7 +24,6 @@ from megafour.config.schema import Config
 from megafour.config.yaml_text import one_line
 from megafour.cost.describe import describe, model_words
 from megafour.inference.load import find_models, first_whole, huggingface_values, vocabulary_of
-from megafour.model.shapes import logical_shapes
 from megafour.parallel.context import balance
 
 BLOCK = 1 << 24

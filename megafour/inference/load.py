@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 
+from megafour.architecture.model import logical_shapes
 from megafour.checkpoint import huggingface, store, whole
 from megafour.checkpoint.agreement import rank_in
 from megafour.checkpoint.errors import CheckpointError
@@ -27,7 +28,6 @@ from megafour.cost.memory import sharing
 from megafour.data.description import rows_note
 from megafour.data.tokenizer import FILE_NAMES, Tokenizer, load_tokenizer
 from megafour.mesh import Mesh
-from megafour.model.shapes import logical_shapes
 from megafour.model.stage import Stage, build_stage
 from megafour.parallel.pieces import named_pieces
 from megafour.parallel.pipeline.select import Pipeline, pipeline_of
@@ -150,7 +150,7 @@ def load_stage(folder: Path, config: Config, mesh: Mesh) -> Loaded:
     else:
         stage = build_stage(config, mesh, vocab_size)
         held = [LogicalTensor(f"weights/{piece.name}", piece.shape, param.dtype,
-                              [(piece.offset, piece.size, piece.view(param.data))], True)
+                              [(piece.offset, piece.size, param.data[piece.rows])], True)
                 for param, piece in named_pieces(stage)]
     group = mesh.group("world").pg
     with torch.no_grad():

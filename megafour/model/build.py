@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from megafour.architecture.model import Architecture
+from megafour.architecture.weights import ParameterSpec
 from megafour.comm.group import Group
 from megafour.config.schema import Config, ModelConfig
 from megafour.mesh import Mesh
 from megafour.parallel.context import Core
 from megafour.parallel.context.mask import Masks
+from megafour.parallel.pieces import make_parameter, tensor_parallel
 from megafour.parallel.random import AttentionDropout, DropoutAddress, address
 from megafour.sizes import PRODUCTION, Sizes
 
@@ -27,7 +29,7 @@ class Build:
     dtype: torch.dtype
     device: torch.device
     attention: Core
-    vocab_size: int
+    architecture: Architecture
     positions: Tensor
     """Global positions of this rank's tokens, `[s_local]`."""
     weights: torch.device
@@ -36,8 +38,13 @@ class Build:
 
     @property
     def model(self) -> ModelConfig:
-        """The architecture."""
+        """The configuration's section."""
         return self.config.model
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids, without padding."""
+        return self.architecture.vocab_size
 
     @property
     def tp(self) -> Group:
@@ -54,10 +61,9 @@ class Build:
         """Keyword arguments of every parallel linear."""
         return dict(sequence_parallel=self.sequence_parallel, dtype=self.dtype, device=self.weights)
 
-    @property
-    def output_std(self) -> float:
-        """Initial std of the projections that write into the residual: init_std / sqrt(2·layers) (Radford 2019)."""
-        return self.model.init_std / math.sqrt(2 * self.model.num_layers)
+    def parameter(self, spec: ParameterSpec) -> nn.Parameter:
+        """This rank's part of a described parameter."""
+        return make_parameter(spec, tensor_parallel(self.tp, self.sequence_parallel), self.dtype, self.weights)
 
 
 @dataclass(frozen=True)

@@ -8,20 +8,21 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from megafour.architecture.model import Architecture, Part
 from megafour.config.schema import Config
 from megafour.kernels.attention import select_attention
 from megafour.kernels.attention_plain import PlainAttention
 from megafour.kernels.matmul import wide_dtype
 from megafour.mesh import Mesh
 from megafour.model.build import Build, Pass
-from megafour.model.decoder import Decoder, Part
+from megafour.model.decoder import Decoder
 from megafour.model.rope import rope_tables
 from megafour.parallel.context import METHODS, Core
 from megafour.parallel.context.blocks import Kernel
 from megafour.parallel.context.layout import Layout
 from megafour.parallel.context.mask import Masks
 from megafour.parallel.data.units import Unit
-from megafour.parallel.pieces import pieces_of
+from megafour.parallel.pieces import pieces_of, read_by_backward
 from megafour.parallel.pipeline.partition import partition_layers
 from megafour.parallel.pipeline.select import pipeline_of
 from megafour.parallel.random import normal_rectangle
@@ -57,7 +58,7 @@ class Stage(nn.Module):
         shared: VocabParallelEmbedding | None = None
         for part in parts:
             decoder = Decoder(build, part, shared, alone=self.is_first and self.is_last)
-            if decoder.embedding is not None and build.model.tie_embeddings:
+            if decoder.embedding is not None:
                 shared = decoder.embedding.token
             self.decoders.append(decoder)
         self.positions = build.positions.to(build.device)
@@ -80,11 +81,9 @@ class Stage(nn.Module):
         found = []
         for chunk in range(len(self.decoders)):
             part = self.part(chunk)
-            if part.embedding is not None:
-                found.append(Unit(chunk, part.embedding, ()))
-            found += [Unit(chunk, layer, tuple(layer.parameters())) for layer in part.layers.values()]
-            if part.head is not None:
-                found.append(Unit(chunk, part.head, tuple(part.head.norm.parameters())))
+            for module in (part.embedding, *part.layers.values(), part.head):
+                if module is not None:
+                    found.append(Unit(chunk, module, tuple(p for p in module.parameters() if read_by_backward(p))))
         return found
 
     @property
@@ -176,7 +175,8 @@ def build_stage(config: Config, mesh: Mesh, vocab_size: int, *, attention: Core 
     parts = [Part(range(spans[stage][0], sum(spans[stage])), stage == 0, stage == placement.stages - 1)
              for stage in placement.stages_of[mesh.group("pp").rank]]
     positions = layout.positions(mesh.cp_rank)
-    build = Build(config, mesh, dtype, device, attention, vocab_size, positions, weights or device, sizes)
+    build = Build(config, mesh, dtype, device, attention, Architecture(config.model, vocab_size), positions,
+                  weights or device, sizes)
     return Stage(build, parts)
 
 
@@ -185,7 +185,7 @@ def initialize_parameter(param: nn.Parameter, seed: int, tile_size: int = PRODUC
     """Fill a weight from (seed, logical name, global index): alike on every mesh; padding rows are zero."""
     param.zero_()
     for piece in pieces_of(param):
-        view = piece.view(param)
+        view = param[piece.rows]
         if piece.init == "ones":
             view.fill_(1.0)
         elif piece.init == "normal":

@@ -1,57 +1,49 @@
-"""What a local parameter holds of the logical weights: the one record behind init, sync, norms and checkpoints."""
+"""Local parameters made from their description, and the record of pieces that each carries."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 
-from torch import Tensor, nn
+import torch
+from torch import nn
 
-
-@dataclass(frozen=True)
-class Piece:
-    """A rectangle of one logical tensor, held as rows of a (possibly fused) local parameter."""
-
-    name: str
-    """Global logical name, `layers.17.attention.wq.weight`."""
-    shape: tuple[int, ...]
-    """Shape of the whole logical tensor (true vocabulary, no padding)."""
-    offset: tuple[int, ...]
-    """Where this rectangle starts in the logical tensor."""
-    size: tuple[int, ...]
-    """Its extents."""
-    row: int = 0
-    """First row (dim 0) of the local parameter that holds it."""
-    reduce: str | None = None
-    """Group over which its gradient must be summed after the data-parallel reduction (`tp`, `kv`, `embedding`)."""
-    counted: bool = True
-    """Whether this rank's copy counts in norms and is written to checkpoints: each logical element exactly once."""
-    init: str = "normal"
-    """How it starts: `normal` (std), `ones`, `zeros`."""
-    std: float = 0.02
-    """Standard deviation of a `normal` start."""
-
-    def view(self, local: Tensor) -> Tensor:
-        """The rectangle within the local parameter (or a tensor of its shape), a view."""
-        return local[self.row : self.row + self.size[0]]
-
-    def flat_range(self, local_shape: tuple[int, ...]) -> tuple[int, int]:
-        """[start, stop) of this rectangle in the flattened local parameter."""
-        width = 1
-        for n in local_shape[1:]:
-            width *= n
-        return self.row * width, (self.row + self.size[0]) * width
+from megafour.architecture.pieces import Piece
+from megafour.architecture.weights import ParameterSpec, TensorParallel
+from megafour.comm.group import Group
 
 
-def set_pieces(param: nn.Parameter, pieces: Iterable[Piece]) -> nn.Parameter:
-    """Attach its record to a parameter and return it."""
-    param.pieces = tuple(p for p in pieces if 0 not in p.size)  # type: ignore[attr-defined]
+def tensor_parallel(group: Group, sequence_parallel: bool) -> TensorParallel:
+    """The description of this rank's place in a tensor-parallel group."""
+    return TensorParallel(group.size, group.rank, sequence_parallel and group.size > 1)
+
+
+def make_parameter(spec: ParameterSpec, at: TensorParallel, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+    """This rank's part of a described parameter, with its record; zeros, so that padding is zero."""
+    param = nn.Parameter(torch.zeros(spec.shape(at), dtype=dtype, device=device))
+    return set_pieces(param, spec.pieces(at), uses=spec.uses, read_by_backward=spec.read_by_backward)
+
+
+def set_pieces(param: nn.Parameter, pieces: Iterable[Piece], *, uses: int = 1,
+               read_by_backward: bool = True) -> nn.Parameter:
+    """Attach its record to a parameter and return it; `uses`, `read_by_backward`: as of a `ParameterSpec`."""
+    param.pieces = tuple(pieces)  # type: ignore[attr-defined]
+    param.uses, param.read_by_backward = uses, read_by_backward  # type: ignore[attr-defined]
     return param
 
 
 def pieces_of(param: nn.Parameter) -> tuple[Piece, ...]:
     """The record attached by `set_pieces`."""
     return param.pieces  # type: ignore[attr-defined, no-any-return]
+
+
+def uses_of(param: nn.Parameter) -> int:
+    """Modules whose forward reads a parameter: its gradient is whole once so many have come."""
+    return param.uses  # type: ignore[attr-defined, no-any-return]
+
+
+def read_by_backward(param: nn.Parameter) -> bool:
+    """Whether a backward reads a parameter."""
+    return param.read_by_backward  # type: ignore[attr-defined, no-any-return]
 
 
 def named_pieces(module: nn.Module) -> Iterator[tuple[nn.Parameter, Piece]]:

@@ -61,7 +61,7 @@ def _look(bad: set[str], bucket: Bucket) -> None:
     """Note the logical names of a bucket's gradients that are not finite on this rank."""
     for param in bucket.params:
         bad.update(piece.name for piece in pieces_of(param)
-                   if not bool(torch.isfinite(piece.view(bucket.grad_of(param))).all()))
+                   if not bool(torch.isfinite(bucket.grad_of(param)[piece.rows]).all()))
 
 
 def samples(state: TrainState, batches: list[MicroBatch]) -> str:

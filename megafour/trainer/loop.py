@@ -93,10 +93,10 @@ class Run:
 
         return Saver(self.config.checkpoint, Path(self.config.checkpoint_dir), self.group, self.log)
 
-    @property
+    @cached_property
     def flops_per_token(self) -> float:
         """Model FLOPs of a trained token (causal attention counted half)."""
-        return model_flops(self.config.model, self.config.data.seq_length, self.state.stage.build.vocab_size).per_token
+        return model_flops(self.state.stage.build.architecture, self.config.data.seq_length).per_token
 
     # --- data ---------------------------------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ from megafour.config.notes import say_note
 from megafour.config.rules import resolve, smallest_world
 from megafour.config.schema import Config
 from megafour.cost.describe import describe
+from megafour.cost.flops import known_peak
 from megafour.data.dataset import Datasets, build_datasets
 from megafour.data.description import check_tokenizer, rows_note, tokenizer_info
 from megafour.data.errors import DataError, NoSuchFile
@@ -349,16 +350,10 @@ def _start_and_train(training: Run, folder: RunFolder, allowed: Collection[str],
     return training.train()
 
 
-PEAK_TFLOPS = {"H200": 989.0, "H100 PCIe": 756.0, "H100": 989.0, "B200": 2250.0, "A100": 312.0, "L40S": 362.0,
-               "A10": 125.0}
-"""Dense bf16 peak of a GPU by a part of its name, TFLOP/s, from the vendor's data sheets."""
-
-
 def peak_tflops(config: Config, device: torch.device) -> float | None:
     """What MFU is measured against: the config's number, the GPU's data sheet, or None (CPUs have no such figure)."""
     if config.logging.peak_tflops != "auto":
         return float(config.logging.peak_tflops)
     if device.type != "cuda":
         return None
-    name = torch.cuda.get_device_name(device)
-    return next((peak for part, peak in PEAK_TFLOPS.items() if part in name), None)
+    return known_peak(torch.cuda.get_device_name(device))

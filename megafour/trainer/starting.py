@@ -140,9 +140,9 @@ def start_from(state: TrainState, config: Config) -> list[str]:
         if optimizer:
             state.optimizer.set_updates(int(saved["optimizer_updates"]))
     else:
+        from megafour.architecture.model import logical_shapes
         from megafour.checkpoint import huggingface
         from megafour.checkpoint.safetensors_file import ignored
-        from megafour.model.shapes import logical_shapes
 
         shapes = logical_shapes(config, int(config.model.vocab_size))
         notes = ignored(source)

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from megafour.parallel.pieces import Piece, pieces_of
+from megafour.architecture.pieces import Piece
+from megafour.parallel.pieces import pieces_of
 from megafour.trainer.saving import logical_tensors
 from megafour.trainer.step import TrainState
 from megafour.verify.reference import Reference
@@ -105,7 +106,7 @@ def compare_weights(state: TrainState, wanted: dict[str, Tensor], found: Compare
             for param in bucket.params:
                 for piece in pieces_of(param):
                     want = wanted[piece.name]
-                    part = _difference(piece.view(param), _rectangle(want, piece))
+                    part = _difference(param[piece.rows], _rectangle(want, piece))
                     scaled = part / max(float(want.abs().max()), floor)
                     found.weights[piece.name] = worst((scaled, found.weights.get(piece.name, 0.0)))
 

@@ -75,7 +75,7 @@ def start(param: torch.nn.Parameter, seed: int, dtype: torch.dtype, tile_size: i
     for piece in pieces_of(param):
         if piece.init != "normal":
             noise = normal_rectangle(seed, _noise(piece.name), piece.offset, piece.size, tile_size)
-            piece.view(param).add_(noise.mul_(SPREAD))
+            param[piece.rows].add_(noise.mul_(SPREAD))
     param.copy_(param.to(dtype))
 
 
@@ -85,7 +85,7 @@ def reference_start(param: torch.nn.Parameter, seed: int, dtype: torch.dtype, ti
     for piece in pieces_of(param):
         name, spread = (piece.name, piece.std) if piece.init == "normal" else (_noise(piece.name), SPREAD)
         values = tiled_normal(seed, name, piece.shape, tile_size).mul_(spread)
-        piece.view(param).copy_((values.to(param.dtype) + (piece.init == "ones")).to(dtype))
+        param[piece.rows].copy_((values.to(param.dtype) + (piece.init == "ones")).to(dtype))
 
 
 def _noise(name: str) -> str:
@@ -215,7 +215,7 @@ def _logical(stage: Stage, of: Callable[[Tensor], Tensor | None]) -> Iterator[tu
     for param, piece in named_pieces(stage):
         whole = of(param)
         assert whole is not None
-        yield piece.name, piece.view(whole).detach().cpu().clone()
+        yield piece.name, whole[piece.rows].detach().cpu().clone()
 
 
 class PlainOptimizer:

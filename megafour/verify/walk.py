@@ -20,7 +20,6 @@ from megafour.config.schema import Config
 from megafour.inference.generate import generate
 from megafour.inference.load import load_stage
 from megafour.mesh import Mesh
-from megafour.model.shapes import ONE_PROCESS
 from megafour.optim.lr_schedule import learning_rate
 from megafour.trainer.saving import logical_tensors, restore_small_state, small_state
 from megafour.trainer.setup import build_mesh, build_state
@@ -41,6 +40,12 @@ from megafour.verify.toy import EVALUATION, prompt_of, toy_batches
 
 Plant = Callable[[], AbstractContextManager[Any]]
 """Enters a fault on a rank and takes it out again; how the tests prove that faults are found."""
+
+ONE_PROCESS = {"parallel.dp": 1, "parallel.pp": 1, "parallel.tp": 1, "parallel.cp": 1, "parallel.context": {},
+               "parallel.zero_stage": 0, "parallel.zero_size": None,
+               "parallel.pipeline.partition": "auto", "parallel.pipeline.schedule": "1f1b",
+               "parallel.pipeline.virtual_stages": None, "train.micro_batch_size": 1, "train.recompute": "none"}
+"""What of a training config changes when one process holds the whole model."""
 
 
 @dataclass(frozen=True)

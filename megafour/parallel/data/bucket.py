@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from megafour.architecture.pieces import Piece
 from megafour.comm import primitives
-from megafour.parallel.pieces import Piece, pieces_of
+from megafour.parallel.pieces import pieces_of
 
 
 @dataclass

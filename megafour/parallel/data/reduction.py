@@ -12,6 +12,7 @@ from torch import nn
 from megafour.comm import primitives
 from megafour.comm.group import Group
 from megafour.parallel.data.bucket import Bucket
+from megafour.parallel.pieces import uses_of
 from megafour.sizes import PRODUCTION
 
 Look = Callable[[Bucket], None]
@@ -61,7 +62,7 @@ class Reduction:
             bucket.round = bucket.landed = 0
             bucket.came = dict.fromkeys(bucket.params, 0)
             per = 1 if self.each else microbatches
-            bucket.due = {param: per * getattr(param, "uses", 1) for param in bucket.params}
+            bucket.due = {param: per * uses_of(param) for param in bucket.params}
             bucket.missing = len(bucket.params)
         for queue in self._queues.values():
             queue.launched = 0

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from megafour.cost.parameters import Parameter
-from megafour.parallel.pieces import pieces_of
+from megafour.cost.parameters import Parameter, parameter_of
+from megafour.parallel.pieces import pieces_of, read_by_backward, uses_of
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Unit:
     """Which of the rank's virtual stages it belongs to."""
     module: nn.Module
     backward: tuple[nn.Parameter, ...]
-    """The weights that its backward reads; no look-up's does, nor that of a head whose gradients come with its loss."""
+    """The weights that its backward reads."""
 
 
 def uses_decay(param: nn.Parameter) -> bool:
@@ -36,7 +36,6 @@ def described(params: Iterable[nn.Parameter], units: Sequence[Unit]) -> list[Par
     found = []
     for param in params:
         chunk, index = places.get(param, (0, 0))
-        synced = tuple((piece.reduce, *piece.flat_range(tuple(param.shape)))
-                       for piece in pieces_of(param) if piece.reduce is not None)
-        found.append(Parameter(param.numel(), uses_decay(param), synced, chunk, index))
+        found.append(parameter_of(tuple(param.shape), pieces_of(param), chunk=chunk, unit=index,
+                                  gathers=uses_of(param) + read_by_backward(param)))
     return found

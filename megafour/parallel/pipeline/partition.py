@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
-from megafour.cost.flops import Flops, model_flops
+from megafour.architecture.model import Architecture, Part
+from megafour.architecture.sublayer import Flops
+from megafour.cost.flops import ModelFlops, model_flops
 from megafour.cost.memory import sharing, state_bytes
-from megafour.cost.parameters import Part, parameters
+from megafour.cost.parameters import parameters
 from megafour.cost.step import ELEMENT
 from megafour.parallel.pipeline.balance import Loads, balance
 from megafour.parallel.pipeline.check import peak_live
@@ -56,8 +58,8 @@ def loads(config: Any, pipeline: Pipeline, vocab_size: int) -> Loads:
     Compute in FLOPs a token. Memory in bytes: weights, gradients and optimizer of what a stage holds, and for each
     micro-batch that the schedule keeps alive on a rank, what its layers save for their backward.
     """
-    flops = model_flops(config.model, config.data.seq_length, vocab_size)
-    first, last = Part(0, True, False), Part(0, False, True)
+    flops = model_flops(Architecture(config.model, vocab_size), config.data.seq_length)
+    first, last = Part(range(0), True, False), Part(range(0), False, True)
     ends = pipeline.placement.rank_of[0] == pipeline.placement.rank_of[-1]
 
     moments = 2 if config.optimizer.name == "adamw" else 0
@@ -68,7 +70,7 @@ def loads(config: Any, pipeline: Pipeline, vocab_size: int) -> Loads:
         return state_bytes(elements, zero_stage=zero_stage, shares=shares, element=ELEMENT[config.train.precision],
                            moments=moments).total
 
-    saved, layer = saved_bytes(config), held(Part(1, False, False))
+    saved, layer = saved_bytes(config), held(Part(range(1), False, False))
     live = peak_live(pipeline.table(max(1, micro_batches(config))))
     return Loads(
         layers=layer_costs(flops, config.train.recompute), first=flops.embedding, last=flops.head,
@@ -76,10 +78,12 @@ def loads(config: Any, pipeline: Pipeline, vocab_size: int) -> Loads:
         last_memory=held(first, last) - held(first) if ends else held(last))    # a tied embedding on one rank is one
 
 
-def layer_costs(flops: Flops, recompute: str = "none") -> list[int]:
+def layer_costs(flops: ModelFlops, recompute: str = "none") -> list[int]:
     """FLOPs a token that each layer really costs: its own, and a third of what the backward computes again."""
-    again = {"none": [0] * len(flops.attention), "selective": flops.attention, "full": flops.layers}[recompute]
-    return [own + more // 3 for own, more in zip(flops.layers, again, strict=True)]
+    def again(layer: Flops) -> int:
+        return {"none": 0, "selective": layer.pairs, "full": layer.total}[recompute]
+
+    return [layer.total + again(layer) // 3 for layer in flops.layers]
 
 
 def saved_bytes(config: Any) -> int:

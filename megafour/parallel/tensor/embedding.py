@@ -2,28 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megafour.architecture.weights import ParameterSpec
 from megafour.comm import primitives
 from megafour.comm.group import Group
 from megafour.parallel.grads import add_grad, has_main_grad
-from megafour.parallel.pieces import Piece, set_pieces
-
-
-def vocabulary_piece(name: str, vocab_size: int, hidden: int, group: Group, std: float) -> tuple[Piece, int]:
-    """This rank's rows of a `[vocab, hidden]` weight, and the rows of its local tensor (vocab/n rounded up).
-
-    The rows above the piece's are padding: they are never looked up, never make a logit, never saved.
-    """
-    rows = -(-vocab_size // group.size)
-    first = min(group.rank * rows, vocab_size)
-    size = min(rows, vocab_size - first)
-    return Piece(name, (vocab_size, hidden), (first, 0), (size, hidden), std=std), rows
+from megafour.parallel.pieces import make_parameter, tensor_parallel
 
 
 class _Lookup(torch.autograd.Function):
@@ -59,14 +48,14 @@ class _Lookup(torch.autograd.Function):
 class VocabParallelEmbedding(nn.Module):
     """`[b, s]` token ids -> `[s, b, h]`, or the sequence shard `[s/n, b, h]` under sequence parallelism."""
 
-    def __init__(self, name: str, vocab_size: int, hidden: int, group: Group, *, sequence_parallel: bool, std: float,
-                 dtype: torch.dtype, device: torch.device, tied: bool = False, counted: bool = True) -> None:
+    def __init__(self, spec: ParameterSpec, group: Group, *, sequence_parallel: bool, dtype: torch.dtype,
+                 device: torch.device) -> None:
         super().__init__()
-        piece, rows = vocabulary_piece(name, vocab_size, hidden, group, std)
-        piece = replace(piece, reduce="embedding" if tied else None, counted=counted)
-        self.group, self.sequence_parallel = group, sequence_parallel and group.size > 1
+        at, (words,) = tensor_parallel(group, sequence_parallel), spec.weights
+        piece = words.piece(at)
+        self.group, self.sequence_parallel = group, at.sequence_parallel
         self.first, self.valid_rows = piece.offset[0], piece.size[0]
-        self.weight = set_pieces(nn.Parameter(torch.zeros(rows, hidden, dtype=dtype, device=device)), [piece])
+        self.weight = make_parameter(spec, at, dtype, device)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """`[b, s]` -> `[s(/n), b, h]`."""

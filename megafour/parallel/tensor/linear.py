@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megafour.architecture.sublayer import LinearSpec
 from megafour.comm import primitives
 from megafour.comm.group import Group
 from megafour.kernels.matmul import linear, mm
 from megafour.parallel.grads import defer, has_main_grad, weight_grad
-from megafour.parallel.pieces import Piece, set_pieces
+from megafour.parallel.pieces import make_parameter, tensor_parallel
 
 
 class _Column(torch.autograd.Function):
@@ -80,13 +81,13 @@ class ColumnParallelLinear(nn.Module):
     (Shoeybi et al. 2019, section 3; Korthikanti et al. 2022, section 4.2.2.)
     """
 
-    def __init__(self, in_features: int, weights: list[Piece], biases: list[Piece], group: Group, *,
-                 sequence_parallel: bool, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, spec: LinearSpec, group: Group, *, sequence_parallel: bool, dtype: torch.dtype,
+                 device: torch.device) -> None:
         super().__init__()
         self.group, self.sequence_parallel = group, sequence_parallel and group.size > 1
-        rows = sum(p.size[0] for p in weights)
-        self.weight = set_pieces(nn.Parameter(torch.empty(rows, in_features, dtype=dtype, device=device)), weights)
-        self.bias = set_pieces(nn.Parameter(torch.empty(rows, dtype=dtype, device=device)), biases) if biases else None
+        at = tensor_parallel(group, sequence_parallel)
+        self.weight = make_parameter(spec.weight, at, dtype, device)
+        self.bias = None if spec.bias is None else make_parameter(spec.bias, at, dtype, device)
 
     def forward(self, x: Tensor) -> Tensor:
         """`[s(/n), b, in]` -> `[s, b, out_local]`."""
@@ -101,41 +102,15 @@ class RowParallelLinear(nn.Module):
     The bias is added after the sum, so that it counts once.
     """
 
-    def __init__(self, out_features: int, weight: Piece, bias: Piece | None, group: Group, *,
-                 sequence_parallel: bool, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, spec: LinearSpec, group: Group, *, sequence_parallel: bool, dtype: torch.dtype,
+                 device: torch.device) -> None:
         super().__init__()
         self.group, self.sequence_parallel = group, sequence_parallel and group.size > 1
-        local = torch.empty(out_features, weight.size[1], dtype=dtype, device=device)
-        self.weight = set_pieces(nn.Parameter(local), [weight])
-        self.bias = set_pieces(nn.Parameter(torch.empty(out_features, dtype=dtype, device=device)), [bias]) if (
-            bias is not None) else None
+        at = tensor_parallel(group, sequence_parallel)
+        self.weight = make_parameter(spec.weight, at, dtype, device)
+        self.bias = None if spec.bias is None else make_parameter(spec.bias, at, dtype, device)
 
     def forward(self, x: Tensor) -> Tensor:
         """`[s, b, in_local]` -> `[s(/n), b, out]`."""
         y = _apply(_Row, x, self.weight, self.group, self.sequence_parallel)
         return y if self.bias is None else y + self.bias
-
-
-def column_pieces(outputs: dict[str, int], in_features: int, group: Group, std: float,
-                  kind: str = "weight") -> list[Piece]:
-    """The rows of several logical `[out, in]` weights (or `[out]` biases) that this rank fuses, in the given order."""
-    pieces, row = [], 0
-    for name, out in outputs.items():
-        local = out // group.size
-        tail = (in_features,) if kind == "weight" else ()
-        pieces.append(Piece(f"{name}.{kind}", (out, *tail), (group.rank * local, *([0] * len(tail))), (local, *tail),
-                            row=row, std=std, init="normal" if kind == "weight" else "zeros"))
-        row += local
-    return pieces
-
-
-def row_piece(name: str, out_features: int, in_features: int, group: Group, std: float) -> Piece:
-    """The columns of one logical `[out, in]` weight that this rank holds."""
-    local = in_features // group.size
-    return Piece(f"{name}.weight", (out_features, in_features), (0, group.rank * local), (out_features, local), std=std)
-
-
-def replicated_piece(name: str, size: int, group: Group, *, summed: bool, init: str) -> Piece:
-    """A 1-D weight held whole by every rank of the group; `summed` when each rank sees only part of its gradient."""
-    return Piece(name, (size,), (0,), (size,), reduce="tp" if summed and group.size > 1 else None,
-                 counted=group.rank == 0, init=init)

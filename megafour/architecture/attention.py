@@ -1,0 +1,68 @@
+"""Self-attention described: fused q/k/v, the output projection, optional norms of queries and keys."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from megafour.architecture.sublayer import Flops, LinearSpec, NormSpec, Sublayer, column, row
+from megafour.architecture.weights import ParameterSpec, Split, TensorParallel
+from megafour.config.model_schema import ModelConfig
+
+
+@dataclass(frozen=True)
+class AttentionSpec(Sublayer):
+    """Grouped-query self-attention (Ainslie et al. 2023) of one layer, heads split over tp."""
+
+    layer: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    """With more tp ranks than these a head lives on several ranks. Each sees the gradient of its own query heads, so
+    group `kv` sums them."""
+    head_size: int
+    window: int | None
+    """Tokens that a query sees; None: all before it."""
+    qkv: LinearSpec
+    output: LinearSpec
+    q_norm: NormSpec | None
+    k_norm: NormSpec | None
+
+    @classmethod
+    def of(cls, model: ModelConfig, layer: int) -> AttentionSpec:
+        """The attention of layer `layer`."""
+        name, size, heads = f"layers.{layer}.attention", model.head_size, model.num_attention_heads
+        outputs = {f"{name}.w{letter}": (units * size, Split(0, units, replicas="kv"))
+                   for letter, units in (("q", heads), ("k", model.kv_heads), ("v", model.kv_heads))}
+        # Each rank normalises its own heads, so these gradients are partial with or without sequence parallelism.
+        norms = [NormSpec(f"{name}.{which}_norm", size, "rmsnorm", model.norm_eps, "heads") if model.qk_norm else None
+                 for which in "qk"]
+        return cls(layer, model.hidden_size, heads, model.kv_heads, size, model.window(layer),
+                   column(outputs, model.hidden_size, bias=model.qkv_bias, std=model.init_std),
+                   row(f"{name}.wo", model.hidden_size, heads * size, heads, bias=model.linear_bias,
+                       std=output_std(model)), *norms)
+
+    def flops(self, seq_length: int) -> Flops:
+        """Those of its parameters, and of the two products over the keys that each query sees."""
+        return Flops(6 * self.count, 6 * self.heads * self.head_size * seen_keys(seq_length, self.window))
+
+    def local_heads(self, at: TensorParallel) -> tuple[int, int]:
+        """(query heads, K/V heads) of one tensor-parallel rank."""
+        q, k, _ = self.qkv.weight.weights
+        return q.local_shape(at)[0] // self.head_size, k.local_shape(at)[0] // self.head_size
+
+    def parameters(self) -> tuple[ParameterSpec, ...]:
+        """The projections', then the norms'."""
+        return tuple(spec for part in (self.qkv, self.output, self.q_norm, self.k_norm) if part is not None
+                     for spec in part.parameters())
+
+
+def seen_keys(seq_length: int, window: int | None = None) -> int:
+    """Twice the mean number of keys that a query sees, the diagonal counted half: S without a window."""
+    width = seq_length if window is None else min(window, seq_length)
+    return round(width * (2 - width / seq_length))
+
+
+def output_std(model: ModelConfig) -> float:
+    """Initial std of the projections that write into the residual: init_std / sqrt(2·layers) (Radford 2019)."""
+    return model.init_std / math.sqrt(2 * model.num_layers)
