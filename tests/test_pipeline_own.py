@@ -199,7 +199,7 @@ def test_the_command(tmp_path, capsys):
     for wrong in (["--times", "nan,1,1,0"], ["--times", "1,inf,1,0"], ["--times", "1e308,1e308,1"],
                   ["--times", "0,0,0"], ["--times", "1e-320,1e-320,1e-320"], ["--times=-1,1,1"],
                   ["--memory", "nan"], ["--memory", "-1"], ["--stages", "0"], ["--stages", "x"],
-                  ["--save", "a.csv"], ["--out", "a.pdf"]):
+                  ["--save", "a.csv"], ["--out", "a.pdf"], ["--save", ".json"], ["--out", ".svg"]):
         with pytest.raises(SystemExit, match="2"):
             main(["schedule", "--name", "zb_auto", *wrong])
         assert capsys.readouterr().err.startswith("error: argument --")

@@ -50,7 +50,7 @@ def add_parser(subparsers: Any) -> None:
         "activations that waits for the weight gradient once the input's is done (default: 1)")
     add("--save", type=_json_file, metavar="FILE.json",
         help="write the table, for parallel.pipeline.schedule=FILE.json")
-    add("--out", type=_picture, metavar="FILE", help="a picture: .svg or .png (needs matplotlib)")
+    add("--out", type=_picture, metavar="FILE", help="a picture: .svg or .png")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -76,11 +76,8 @@ def run(args: argparse.Namespace) -> int:
         with _writing("--save", args.save):
             args.save.write_text(as_json(table), "utf-8")
     if args.out is not None:
-        try:
-            with _writing("--out", args.out):
-                draw([timeline], args.out)
-        except ImportError:
-            raise ConfigError("--out needs matplotlib, which is not installed: pip install megafour[draw]") from None
+        with _writing("--out", args.out):
+            draw([timeline], args.out)
     return 0
 
 
@@ -151,12 +148,16 @@ def _share(text: str) -> float:
 
 
 def _picture(text: str) -> Path:
-    if not text.endswith((".svg", ".png")):
-        raise argparse.ArgumentTypeError(f"{text!r} is no .svg or .png")
-    return path(text)
+    return _file_of(text, ".svg", ".png")
 
 
 def _json_file(text: str) -> Path:
-    if not text.endswith(".json"):
-        raise argparse.ArgumentTypeError(f"{text!r} is no .json")
+    return _file_of(text, ".json")
+
+
+def _file_of(text: str, *endings: str) -> Path:
+    """A file's path with one of the endings and a name before it."""
+    if Path(text).suffix not in endings:
+        raise argparse.ArgumentTypeError(f"{text!r} is not the name of a file that ends in {' or '.join(endings)}, "
+                                         f"such as table{endings[0]}")
     return path(text)

@@ -229,8 +229,7 @@ class LoggingConfig(Section):
 
     timeline: bool = False
     """Record when each action of the pipeline runs, in the second step: the run's log draws what the schedule predicts
-    above what was measured, `logs/timeline.json` holds the numbers, and `logs/timeline.svg` the picture where
-    matplotlib is installed."""
+    above what was measured, `logs/timeline.json` holds the numbers, and `logs/timeline.svg` the picture."""
 
     profile: Count | None = None
     """Step, counted from 1, whose torch profiler trace is written to the run's folder. Null: none."""

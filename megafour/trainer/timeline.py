@@ -20,8 +20,8 @@ Spans = list[tuple[str, float, float]]
 def save_timeline(state: TrainState, recorder: Recorder, microbatches: int, name: str, folder: Path) -> str | None:
     """Every rank calls it after a recorded step; the first rank writes and returns what a person may read.
 
-    Writes `timeline.json` (per pipeline rank: action, start, end in seconds) and, where matplotlib is installed,
-    `timeline.svg`, for the pipeline that rank 0 is in.
+    Writes `timeline.json` (per pipeline rank: action, start, end in seconds) and `timeline.svg`, for the pipeline
+    that rank 0 is in.
     """
     mine, pp = recorder.spans(), state.mesh.group("pp")
     everyone = gather_objects(mine, state.mesh.group("world"))
@@ -32,10 +32,7 @@ def save_timeline(state: TrainState, recorder: Recorder, microbatches: int, name
     table = state.pipeline.table(microbatches)
     expected = predicted(name, table, check(table, mean_times(table, spans)))
     real = measured(table, spans)
-    try:
-        draw([expected, real], folder / "timeline.svg")
-    except ImportError:
-        pass    # the text below says the same
+    draw([expected, real], folder / "timeline.svg")
     return f"{as_text(expected)}\n{as_text(real)}"
 
 
