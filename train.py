@@ -57,7 +57,7 @@ def main(argv: list[str] | None = None) -> int:
     except BaseException:
         stop.restore()
         raise
-    if argv is not None:        # a process that ends now has said how: another signal must not tell otherwise
+    if argv is not None:        # the process goes on; one that exits now ignores late signals
         stop.restore()
     return code
 

@@ -22,7 +22,7 @@ class Descriptor(io.FileIO):
 
         Args:
             number: the descriptor.
-            tolerant: drop what cannot be written; False raises OutputError, or BrokenPipeError for want of a reader.
+            tolerant: drop what cannot be written; False raises OutputError, or BrokenPipeError without a reader.
         """
         super().__init__(number, "w", closefd=False)
         self._tolerant = tolerant

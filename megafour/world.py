@@ -54,10 +54,13 @@ def start_distributed(launch: Launch, device: torch.device, timeout: timedelta =
         store = meet(launch, timeout, waiting)
         dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world, timeout=timeout,
                                 device_id=device if device.type == "cuda" else None)
-    except RuntimeError as error:       # of torch's store and of the backends' connections; ours is none
+    except RuntimeError as error:       # of torch's store and of the backends' connections; LaunchError is not one
         what = str(error).splitlines()[0]
-        raise LaunchError(f"the ranks cannot meet at {launch.address}: {what}; give another MASTER_PORT, or leave the "
-                          f"choice to `torchrun --standalone`") from error
+        if "EADDRINUSE" in what or "address already in use" in what.lower() or "failed to listen" in what.lower():
+            raise LaunchError(f"the ranks cannot meet at {launch.address}: {what}; give another MASTER_PORT, or leave "
+                              f"the choice to `torchrun --standalone`") from error
+        raise LaunchError(f"the ranks cannot meet at {launch.address}: {what}; the log of the rank that has failed "
+                          f"first, often rank 0, says why") from error
 
 
 def stop_distributed() -> None:
@@ -119,7 +122,7 @@ def meet(launch: Launch, timeout: timedelta, waiting: Waiting) -> dist.Store:
     serves = launch.rank == 0 and not agent
     if not serves:
         reach(launch, "torchrun's agent" if agent else "rank 0", waiting)
-    # The one that serves need not reach itself under a name that may lead elsewhere.
+    # Rank 0 connects to localhost: MASTER_ADDR may resolve to another host there.
     store: dist.Store = dist.TCPStore("localhost" if serves else launch.host, int(launch.port), is_master=serves,
                                       timeout=timeout, wait_for_workers=False, multi_tenant=serves)
     return together(store, launch, waiting, anew="TORCHELASTIC_RUN_ID" in os.environ)
@@ -136,7 +139,7 @@ def resolve(host: str, waiting: Waiting) -> None:
             socket.getaddrinfo(host, None)
             return
         except (OSError, UnicodeError) as error:
-            reason = getattr(error, "strerror", None) or "it is no host name"
+            reason = getattr(error, "strerror", None) or "it is not a host name"
         if waiting.seconds > UNKNOWN_HOST:
             raise LaunchError(f"MASTER_ADDR={host} does not resolve: {reason}; set it to a name or an address of rank "
                               f"0's host that every node knows")

@@ -172,6 +172,13 @@ def save_wide_model(kind: str, folder: Path) -> None:
     transformers.LlamaForCausalLM(config).save_pretrained(folder)
 
 
+def test_a_text_may_be_shorter_than_the_context_before_the_stretch(tmp_path):
+    """As the sequences of the run that saved the model were: its longest position is that of those."""
+    save_model("yarn", tmp_path / "hf", torch.float32)      # stretched from 16 positions
+    config = model_settings(tmp_path / "hf", ["data.seq_length=12", "model.max_position_embeddings=12"])
+    assert settings_for(config, 1, 8).window == 7
+
+
 def test_ids_outside_the_vocabulary_and_empty_streams_are_refused(tmp_path):
     save_model("llama", tmp_path / "hf", torch.float32)
     config = settings_for(model_settings(tmp_path / "hf"), 1, 5).config

@@ -79,7 +79,7 @@ def test_check_assumes_the_fewest_ranks_that_the_mesh_takes(command, capfd, name
 
 
 @pytest.mark.parametrize(("values", "words"), [
-    ({"run": {"device": "cuda"}}, "run.device = cuda: one GPU a rank, and this machine has 1 for 2 local ranks"),
+    ({"run": {"device": "cuda"}}, "one GPU per local rank: this machine has 1 GPUs and 2 local ranks"),
     ({"kernels": {"attention": "flash"}}, "kernels.attention=flash needs CUDA"),
 ])
 def test_what_the_machine_lacks_is_refused_at_start(monkeypatch, values, words):

@@ -143,6 +143,8 @@ class ReadFile:
             view = memoryview(data)
             while view and (count := file.readinto(view)):
                 view = view[count:]
+        if view:
+            raise CheckpointError(f"{self._path} has become shorter while it was read")
         return torch.frombuffer(data, dtype=DTYPES[kind]).reshape(shape) if data else torch.empty(
             shape, dtype=DTYPES[kind])
 

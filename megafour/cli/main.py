@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import os
 import pkgutil
 import sys
 from collections.abc import Sequence
@@ -92,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         if error.errno is None:
             raise
-        complain(str(error) if error.filename is None else f"{os.fspath(error.filename)}: {error.strerror}")
+        complain(str(error) if error.filename is None else f"{error.filename}: {error.strerror}")
         return 1
     except Exception as error:
         code = exit_code(error)

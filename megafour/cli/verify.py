@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from megafour.cli._arguments import location, positive
 from megafour.config.errors import ConfigError
 from megafour.config.load import load_config
+from megafour.config.rules import resolve, smallest_world
 
 if TYPE_CHECKING:
     from megafour.verify.full import Skipped
@@ -30,7 +31,7 @@ def add_parser(subparsers: Any) -> None:
     add("--mesh", action="append", metavar="MESH", help="a mesh in words, as dp2-tp2; may be repeated")
     add("--options", choices=["all"], help="all: a covering array of every option, instead of the config's own")
     add("--full-size", type=positive, metavar="LAYERS",
-        help="keep the config's hidden size, heads, vocabulary and sequence length, and take so many layers; "
+        help="keep the config's hidden size, heads, vocabulary and sequence length, with LAYERS layers; "
              "meshes that would not fit into memory are skipped, with the numbers")
     add("--steps", type=positive, default=3, metavar="K", help="training steps to compare (default: 3)")
     add("--device", choices=["cpu", "cuda"], default="cpu", help="where to run (default: cpu)")
@@ -78,10 +79,11 @@ def _cases(config: Any, args: argparse.Namespace) -> list[Case]:
     args.dtype = args.dtype or "fp64"
     words = list(dict.fromkeys(args.mesh or (OPTION_MESHES if args.options == "all" else DEFAULT_MESHES)))
     meshes = [parse_mesh(word) for word in words]
-    cases = user_cases(config, meshes, args.steps, args.dtype, args.device, thorough=True)
     if args.options == "all":
+        resolve(config, smallest_world(config), data=False)     # the user's own must be sound as well
         rows = covering_array([mesh.words for mesh in meshes])
         return [option_case(config, row, args.steps, args.dtype, args.device, thorough=True) for row in rows]
+    cases = user_cases(config, meshes, args.steps, args.dtype, args.device, thorough=True)
     return cases if args.mesh else [*cases, *other_cases(config, args.steps, args.dtype, args.device)]
 
 
@@ -110,5 +112,5 @@ def _enough_gpus(world: int) -> None:
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count < world:
-        raise ConfigError(f"--device cuda: the largest mesh needs {world} GPUs, one a rank, and this machine has "
+        raise ConfigError(f"--device cuda: the largest mesh needs {world} GPUs, one per rank, and this machine has "
                           f"{count}; ask for smaller meshes with --mesh, or take --device cpu")

@@ -37,7 +37,7 @@ def expand_home(path: str) -> str:
 
 
 def _no_null(text: str) -> str:
-    """Refuse what no file's name can hold, nor anything that is named after it."""
+    """Refuse a null character: no file name can contain one."""
     if "\0" in text:
         raise ValueError("must not hold a null character")
     return text

@@ -32,12 +32,14 @@ class Family:
 
 
 FAMILIES = (
-    Family("srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID", None),
     Family("mpirun", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK",
            "OMPI_COMM_WORLD_LOCAL_SIZE"),
     Family("mpiexec", "PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    Family("srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID", None),
 )
-"""Read where torchrun's variables are not set; the first one that has started two tasks or more counts."""
+"""Read where torchrun's variables are not set; the first launcher that has started two tasks or more counts. mpirun in
+a SLURM job starts its daemons by srun, and its tasks inherit the variables of that step: the inner launcher comes
+first. srun's own PMI sets no MPI_LOCALRANKID."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class Launch:
     port: str = ""
     """MASTER_PORT as it was set; `check_address` says what is wrong with it."""
     note: str | None = None
-    """What SLURM says otherwise, in one line."""
+    """How SLURM's variables contradict torchrun's, in one line; null where they agree."""
 
     @classmethod
     def from_environment(cls, env: Mapping[str, str] = os.environ) -> Launch:
@@ -77,11 +79,12 @@ class Launch:
         if local_world > world:
             raise ConfigError(f"LOCAL_WORLD_SIZE={local_world} is more than WORLD_SIZE={world}: a node has no more "
                               f"ranks than all nodes together; {ONE_PROCESS}")
-        local = _below(env, "LOCAL_RANK", "LOCAL_WORLD_SIZE", local_world) if "LOCAL_RANK" in env else 0
+        local = (_below(env, "LOCAL_RANK", "LOCAL_WORLD_SIZE", local_world) if "LOCAL_RANK" in env
+                 else rank % local_world)
         return cls(rank, world, local, local_world, host, port, _contradiction(env, rank, world))
 
     def check_address(self) -> None:
-        """Refuse a place to meet that is none; a world of one needs none.
+        """Check that MASTER_ADDR and MASTER_PORT are valid; a world of one needs neither.
 
         Raises:
             ConfigError: naming MASTER_ADDR or MASTER_PORT and its value.
@@ -110,8 +113,12 @@ class Launch:
 
 
 def local_rank(env: Mapping[str, str] = os.environ) -> int:
-    """LOCAL_RANK for the one who complains, whatever it holds: only local rank 0 says an error at once."""
-    text = env.get("LOCAL_RANK", "")
+    """The local rank that the launcher has set, or 0 where it is missing or invalid.
+
+    It decides which rank prints an error at once, also where the launch itself is what is wrong.
+    """
+    names = ["LOCAL_RANK", *(family.local_rank for family in FAMILIES)]
+    text = next((env[name] for name in names if name in env), "")
     return int(text) if re.fullmatch("[0-9]{1,9}", text) else 0
 
 
@@ -132,8 +139,7 @@ def _of_tasks(env: Mapping[str, str], host: str, port: str) -> Launch:
                               f"MASTER_ADDR to the host of task 0, start torchrun in one task per node, or start one "
                               f"task")
         if family.local_world is None:
-            nodes = _whole(env, "SLURM_STEP_NUM_NODES", 1) if "SLURM_STEP_NUM_NODES" in env else 1
-            local_world = -(-world // nodes)
+            local_world = _tasks_on_node(env, world)
         else:
             local_world = _whole(env, family.local_world, 1) if family.local_world in env else world
         local = _whole(env, family.local_rank, 0) if family.local_rank in env else 0
@@ -145,8 +151,23 @@ def _of_tasks(env: Mapping[str, str], host: str, port: str) -> Launch:
     return Launch()
 
 
+def _tasks_on_node(env: Mapping[str, str], world: int) -> int:
+    """Tasks of an srun step on this node: from `4(x2),1`, four on each of two nodes and one on the third; else even."""
+    counts: list[int] = []
+    for part in env.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
+        found = re.fullmatch(r"([0-9]{1,6})(?:\(x([0-9]{1,6})\))?", part.strip())
+        counts += [int(found[1])] * int(found[2] or 1) if found else []
+    node = env.get("SLURM_NODEID", "")
+    if sum(counts) == world and re.fullmatch("[0-9]{1,6}", node) and int(node) < len(counts):
+        return counts[int(node)]
+    nodes = _whole(env, "SLURM_STEP_NUM_NODES", 1) if "SLURM_STEP_NUM_NODES" in env else 1
+    return -(-world // nodes)
+
+
 def _counting(env: Mapping[str, str], family: Family) -> str:
     """The variable that tells how many tasks this one is among."""
+    if family.launcher == "mpiexec" and family.local_rank not in env:
+        return "" if "SLURM_STEP_ID" in env else family.world
     if family.launcher != "srun":
         return family.world
     if "SLURM_STEP_ID" in env:

@@ -54,15 +54,9 @@ def _scaling(config: Config, scaling: RopeScaling) -> Iterator[str]:
                 yield f"model.rope_scaling.{key} = {value} has no effect on type = {scaling.type}; remove it"
     if scaling.type == "linear":
         return
-    original, limit = scaling.original_max_position_embeddings, config.model.max_position_embeddings
-    if original is None:
+    if scaling.original_max_position_embeddings is None:
         yield f"model.rope_scaling.type = {scaling.type} needs model.rope_scaling.original_max_position_embeddings"
         return
-    # A limit of data.seq_length is what null stands for: a run on shorter sequences, which changes no frequency.
-    if limit is not None and original > limit and limit != config.data.seq_length:
-        yield (f"the context before the stretch is not the longer one: model.rope_scaling."
-               f"original_max_position_embeddings {original} > model.max_position_embeddings {limit}; lower the first "
-               "or raise the second")
     yield from _llama3(scaling) if scaling.type == "llama3" else _yarn(config, scaling)
 
 

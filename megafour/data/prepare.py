@@ -194,7 +194,7 @@ def in_order(recipe: Recipe, stream: Iterable[Chunk], workers: int) -> Iterator[
             yield first, future.result()
     except BrokenProcessPool as error:
         raise DataError(
-            "a worker process died, most likely for want of memory; use fewer --workers and start again"
+            "a worker process died, most likely out of memory; use fewer --workers and start again"
         ) from error
     finally:
         pool.shutdown(wait=False, cancel_futures=True)

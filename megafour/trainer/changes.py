@@ -84,7 +84,7 @@ def _notes(datasets: Datasets, state: dict[str, Any]) -> list[str]:
 
 
 def _check_optimizer(path: Path, saved: dict[str, Any], config: Config) -> None:
-    """Refuse another optimizer, whose state the checkpoint does not hold: no leave makes it loadable.
+    """Refuse another optimizer: the checkpoint lacks its state, and --allow-change cannot supply it.
 
     Raises:
         ConfigError: naming both, and how a run goes on from the weights alone.

@@ -1,4 +1,4 @@
-"""What a person needs when numbers go wrong: which tensor, on which rank, from which samples; and every norm."""
+"""Diagnosis of numbers that are not finite: which tensor, on which rank, from which samples; and every norm."""
 
 from __future__ import annotations
 

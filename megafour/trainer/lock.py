@@ -37,7 +37,8 @@ class RunLock:
             path: of the lock.
             beat, stale: seconds between heartbeats, and without one.
             key: of the config, which names the folder that it lies in.
-            beside: a lock that this run has taken; whoever held both and is known to be dead need not be watched again.
+            beside: a lock that this run has taken; if its former holder is dead, that one's lock here is taken over at
+                once.
         """
         self.key = key
         self.dead: str | None = None if beside is None else beside.dead
@@ -106,11 +107,16 @@ class RunLock:
             return False
         except OSError:         # a file system without hard links
             try:
-                with naming(self.path), open(self.path, "x", encoding="utf-8") as file:
-                    file.write(source.read_text(encoding="utf-8"))
-                return True
+                file = open(self.path, "x", encoding="utf-8")
             except FileExistsError:
                 return False
+            try:
+                with naming(self.path), file:
+                    file.write(source.read_text(encoding="utf-8"))
+                return True
+            except OSError:     # a full disk: an empty lock would hold up the next start
+                self.path.unlink(missing_ok=True)
+                raise
 
     def _lives(self, held: dict[str, Any]) -> bool:
         if self.dead is not None and held.get("token") == self.dead:

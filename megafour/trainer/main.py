@@ -60,7 +60,7 @@ def check(path: str | None, overrides: list[str], world: int | None) -> int:
     """Validate and resolve without launching; prints what the run would be.
 
     The number of ranks is `world`, else that of the launch, else the fewest that the mesh takes. A launch that could
-    not start is said, and not refused: nothing is launched here. What the config names is checked as a start would
+    not start gives a note, not an error: nothing is launched here. What the config names is checked as a start would
     check it where it is there; a config may be checked on a machine without its data.
     """
     launch = Launch()
@@ -226,7 +226,7 @@ def train_on(mesh: Mesh, config: Config, launch: Launch, tokenizer: Tokenizer | 
              afterwards: ExitStack | None = None) -> int:
     """Train on a mesh that is there already; returns the exit code.
 
-    From the first thing that it does until it has said how it ended a signal to stop only sets a flag: torchrun sends
+    Until the run has reported how it ended, a signal to stop only sets a flag: torchrun sends
     one as soon as a rank has died, and the others have yet to write why. From then on the process ignores it.
     `listening`: heard signals before, and goes on to; without it they are listened for from this call on.
     """
@@ -262,13 +262,6 @@ def _train_until(stop: StopRequest, early: bool, mesh: Mesh, config: Config, lau
         return 0
     for note in folder.notes:
         log.say(note)
-    if _on_any_rank(early, mesh):
-        asked = stop.reason or "a signal on another rank"
-        folder.status("preempted", folder.step, asked)
-        log.say(f"preempted by {asked} before the first step; nothing to save")
-        folder.close()
-        stop.ignore()
-        return 0
     training: Run | None = None
     watch: HangWatch | None = None
 
@@ -277,6 +270,11 @@ def _train_until(stop: StopRequest, early: bool, mesh: Mesh, config: Config, lau
         log.alarm(reason)
 
     try:
+        if _on_any_rank(early, mesh):
+            asked = stop.reason or "a signal on another rank"
+            folder.status("preempted", folder.step, asked)
+            log.say(f"preempted by {asked} before the first step; nothing to save")
+            return 0
         if mesh.world > 1:
             watch = HangWatch(mesh, folder.logs, config.run.timeout_seconds, hung)
         training = Run(config, build_state(config, mesh, int(config.model.vocab_size)), datasets, tokenizer,
@@ -308,7 +306,7 @@ def _train_until(stop: StopRequest, early: bool, mesh: Mesh, config: Config, lau
         if isinstance(error, OSError) and error.errno is not None:      # a disk that is full or gone, in one line
             stop.restore()
             return say_refusal(error, 1) if first else 1
-        if not first:       # for want of the rank that failed first: that one's traceback is the one to show
+        if not first:       # this rank failed because a peer did: that one's traceback is the one to show
             return 1
         if gone is not None:    # nor does this one's own say anything
             log.alarm(f"{gone}, so step {step + 1} failed here: {what} (traceback in {log.path})")

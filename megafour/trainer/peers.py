@@ -50,7 +50,7 @@ def lost(peers: list[Peer], error: Exception) -> str | None:
 
 
 def machine() -> str:
-    """Names this boot of this machine and its process numbers' namespace: within it a pid says who lives."""
+    """Identifies the boot and the pid namespace in which pids are comparable."""
     parts = [socket.gethostname()]
     try:
         parts.append(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip())

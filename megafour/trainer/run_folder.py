@@ -175,7 +175,7 @@ def leave_preempted(path: Path, reason: str) -> None:
     """Write `preempted` for a run that was asked to stop before it could open its folder, unless another holds it."""
     with contextlib.suppress(OSError, CheckpointError):
         path.mkdir(parents=True, exist_ok=True)
-        lock = RunLock(path / "lock").acquire()
+        lock = RunLock(path / "lock", stale=10.0).acquire()     # torchrun ends its ranks after 30 s
         try:
             write_status(path, "preempted", _step_of(path), reason)
         finally:
@@ -197,7 +197,7 @@ def stopped_before(status: dict) -> str | None:
     if status.get("state") != "preempted" or not again or status.get("launch") != launch_name():
         return None
     return (f"the run was stopped in this launch, after step {status['step']} by {status.get('reason')}: started again "
-            f"by torchrun, it does not train on")
+            f"by torchrun, it exits without training")
 
 
 def launch_name() -> str | None:
@@ -255,8 +255,8 @@ def newest_whole(points: list[Path], group: ProcessGroup | None) -> tuple[Path |
     Every rank calls it together, and all get the same.
 
     Raises:
-        CheckpointError: where there are checkpoints and none is whole: a run that has got on does not begin again
-        unasked.
+        CheckpointError: where there are checkpoints and none is whole: a run with checkpoints never restarts from
+        step 0 by itself.
     """
     if not points:
         return None, []

@@ -35,8 +35,9 @@ def choose_device(config: Config, launch: Launch) -> torch.device:
     device = device_of(launch, config.run.device)
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device.type == "cuda" and gpus < launch.local_world:
-        raise ConfigError(f"run.device = cuda: one GPU a rank, and this machine has {gpus} for {launch.local_world} "
-                          f"local ranks; launch fewer ranks, or set run.device=auto, which then takes the CPU")
+        raise ConfigError(f"run.device = cuda needs one GPU per local rank: this machine has {gpus} GPUs and "
+                          f"{launch.local_world} local ranks; launch fewer ranks, or set run.device=auto, which then "
+                          f"takes the CPU")
     try:
         attention_kernel(config, device.type)
     except ValueError as error:

@@ -48,11 +48,13 @@ def main() -> None:
 
 def _read(requests: queue.Queue[list[Any] | None]) -> None:
     """Pass requests on, and end the process soon after the last one, whatever its other threads do."""
-    for line in sys.stdin:
-        requests.put(json.loads(line))
-    requests.put(None)
-    time.sleep(LAST)
-    os._exit(1)
+    try:
+        for line in sys.stdin:
+            requests.put(json.loads(line))
+    finally:        # the run may have been killed in the middle of a line
+        requests.put(None)
+        time.sleep(LAST)
+        os._exit(1)
 
 
 if __name__ == "__main__":

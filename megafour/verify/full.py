@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,7 +75,7 @@ def full_cases(config: Config, meshes: Sequence[Degrees], layers: int, steps: in
 
 
 def _placed(whole: Config, config: Config, mesh: Degrees) -> Config:
-    """With one micro-batch; with as many as the user's mesh has where his schedule takes no fewer."""
+    """With one micro-batch, or the user's number where the schedule requires it."""
     try:
         return place(whole, config, mesh, 1, "full")
     except ConfigError:
@@ -111,13 +112,23 @@ def available_memory(device: str) -> int:
         import torch
 
         return sum(torch.cuda.mem_get_info(i)[0] for i in range(torch.cuda.device_count()))
-    free = next(int(line.split()[1]) << 10 for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-                if line.startswith("MemAvailable"))
     try:
-        limit = int(Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii"))
-        return min(free, limit - int(Path("/sys/fs/cgroup/memory.current").read_text(encoding="ascii")))
+        free = _table(Path("/proc/meminfo"))["MemAvailable:"] << 10
+    except (OSError, KeyError):      # not Linux: all of the machine's
+        free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit, used = (int((group / name).read_text(encoding="ascii")) for name in ("memory.max", "memory.current"))
+        # Cached pages of files count as used, and are given back when memory is asked for.
+        return min(free, limit - used + _table(group / "memory.stat").get("inactive_file", 0))
     except (OSError, ValueError):    # no control group, or one without a limit
         return free
+
+
+def _table(path: Path) -> dict[str, int]:
+    """A file of lines `name number …`."""
+    lines = (line.split() for line in path.read_text(encoding="ascii").splitlines())
+    return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdecimal()}
 
 
 def _gb(size: int) -> str:

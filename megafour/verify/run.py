@@ -37,7 +37,7 @@ class Outcome:
     resumed_on: str | None = None
     """The mesh that went on from what this one saved; its deviations are among those above."""
     generation: float | None = None
-    """How far the tokens that a saved model continues a prompt by are from the likeliest; null where none was saved."""
+    """How far the logits of the generated tokens lie below the largest; null where no model was saved."""
     error: str | None = None
     gradients: dict[str, float] = field(default_factory=dict)
     """Deviation of every parameter's gradient."""

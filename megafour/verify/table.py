@@ -56,7 +56,9 @@ class Table:
             self._print(f"skipped: {one.why}")
         passed = sum(outcome.passed for outcome in outcomes)
         seconds = sum(outcome.seconds for outcome in outcomes)
-        verdict = "every mesh is the same model" if passed == len(outcomes) else f"{len(outcomes) - passed} FAILED"
+        same = f"every mesh that ran is the same model, {len(skipped)} skipped" if skipped else (
+            "every mesh is the same model")
+        verdict = same if passed == len(outcomes) else f"{len(outcomes) - passed} FAILED"
         self._print(f"{passed} of {len(outcomes)} passed in {seconds:.0f} s: {verdict}")
 
     def _print(self, line: str) -> None:
