@@ -15,9 +15,8 @@ from megafour.config.load import load_config
 from megafour.config.presets import PRESETS
 from megafour.config.rules import resolve
 from megafour.config.schema import Config
-from megafour.cost.parameters import parameters
-from megafour.cost.parameters import tensor_parallel as described_rank
-from megafour.cost.step import ELEMENT
+from megafour.cost.memory import ELEMENT
+from megafour.cost.parameters import parameters, tensor_parallel
 from megafour.mesh import Mesh
 from megafour.model.stage import Stage, build_stage
 from megafour.parallel.data.units import described
@@ -56,13 +55,13 @@ def check_described(config: Config, mesh: Mesh, stage: Stage, vocab: int) -> Non
     """Parameters in their order, their bytes and pieces, and what the formulas of buckets and ZeRO know of them."""
     tp_rank, parts = mesh.group("tp").rank, parts_of(stage)
     specs = [spec for _, held in Architecture(config.model, vocab).units(parts) for spec in held]
-    at, built = described_rank(config, tp_rank), list(stage.parameters())
+    at, built = tensor_parallel(config, tp_rank), list(stage.parameters())
     assert [spec.shape(at) for spec in specs] == [tuple(param.shape) for param in built]
     assert [spec.pieces(at) for spec in specs] == [pieces_of(param) for param in built]
     assert [(s.uses, s.read_by_backward) for s in specs] == [(uses_of(p), read_by_backward(p)) for p in built]
     assert sum(math.prod(spec.shape(at)) for spec in specs) * ELEMENT[config.train.precision] == sum(
         param.nbytes for param in built)
-    assert parameters(config, parts, tp_rank, vocab) == described(built, stage.units())
+    assert parameters(Architecture(config.model, vocab), parts, at) == described(built, stage.units())
 
 
 @pytest.mark.parametrize("mesh", MESHES)

@@ -4,6 +4,7 @@ import pytest
 
 from megafour.architecture.attention import seen_keys
 from megafour.architecture.model import Architecture
+from megafour.architecture.weights import TensorParallel
 from megafour.config.model_schema import ModelConfig
 from megafour.cost.flops import known_peak, mfu, model_flops
 
@@ -63,3 +64,14 @@ def test_mfu():
                                             ("NVIDIA H200", 989.0), ("NVIDIA GeForce RTX 4090", None)])
 def test_peaks_are_known_by_a_part_of_the_device_name(name, peak):
     assert known_peak(name) == peak
+
+
+@pytest.mark.parametrize(("tp", "sequence_parallel", "elements"), [
+    (1, False, 4 * 512 + 2 * (8 + 4) * 64 + 3 * 1408), (4, False, 4 * 512 + 2 * (2 + 1) * 64 + 3 * 352),
+    (4, True, 4 * 128 + 2 * (2 + 1) * 64 + 3 * 352), (8, True, 4 * 64 + 2 * (1 + 1) * 64 + 3 * 176)])
+def test_what_a_layer_keeps_of_a_token(tp, sequence_parallel, elements):
+    """Two norms' inputs and outputs; queries, keys, values and attention's output, where 8 ranks hold a K/V head each
+    of four; gate, up and their product."""
+    (layer, *_), at = Architecture(llama(), 32000).layers, TensorParallel(tp, 0, sequence_parallel)
+    assert layer.saved(at, "none") == layer.saved(at, "selective") == elements
+    assert layer.saved(at, "full") == 512 // (tp if sequence_parallel else 1)

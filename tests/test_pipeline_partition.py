@@ -7,10 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megafour.architecture.model import Architecture
 from megafour.config.load import config_from
+from megafour.cost.memory import activation_bytes
 from megafour.parallel.pipeline.actions import Placement
 from megafour.parallel.pipeline.balance import Loads, _alike, _Costs, balance
-from megafour.parallel.pipeline.partition import explicit, loads, partition_layers, saved_bytes
+from megafour.parallel.pipeline.partition import explicit, loads, partition_layers
 from megafour.parallel.pipeline.select import pipeline_of
 
 LLAMA = {"model.num_layers": 8, "model.hidden_size": 512, "model.num_attention_heads": 8,
@@ -47,8 +49,9 @@ def test_memory_counts_every_micro_batch_that_lives(schedule, live):
     config = config_from({}).replace({**LLAMA, "parallel.pp": 2, "parallel.pipeline.schedule": schedule})
     alone, many = (loads(found, pipeline_of(found), 32000) for found in (
         config.replace({"train.global_batch_size": 1}), config.replace({"train.global_batch_size": 32})))
-    saved = saved_bytes(config)
-    assert [b - a for a, b in zip(alone.memory, many.memory, strict=True)] == [(n - 1) * saved for n in live]
+    saved = [activation_bytes(config, layer) for layer in Architecture(config.model, 32000).layers]
+    for before, after, count in zip(alone.memory, many.memory, live, strict=True):
+        assert [b - a for a, b in zip(before, after, strict=True)] == [(count - 1) * n for n in saved]
 
 
 def test_memory_decides_where_compute_does_not():
@@ -103,7 +106,8 @@ def problems(draw, alike):
     count = draw(st.integers(placement.stages, 10))
     layers = [draw(st.integers(1, 30))] * count if alike else draw(
         st.lists(st.integers(1, 30), min_size=count, max_size=count))
-    memory = draw(st.lists(st.integers(1, 20), min_size=placement.ranks, max_size=placement.ranks))
+    memory = [[draw(st.integers(1, 20))] * count if alike else draw(
+        st.lists(st.integers(1, 20), min_size=count, max_size=count)) for _ in range(placement.ranks)]
     ends = [draw(st.integers(0, most)) for most in (60, 90, 60, 60)]
     return Loads(layers, ends[0], ends[1], draw(st.sampled_from((memory, []))), ends[2], ends[3]), placement
 

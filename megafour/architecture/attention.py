@@ -46,6 +46,10 @@ class AttentionSpec(Sublayer):
         """Those of its parameters, and of the two products over the keys that each query sees."""
         return Flops(6 * self.count, 6 * self.heads * self.head_size * seen_keys(seq_length, self.window))
 
+    def saved(self, at: TensorParallel, recompute: str) -> int:
+        """Queries, keys, values and the output: the same where the backward computes attention again (`selective`)."""
+        return 2 * sum(self.local_heads(at)) * self.head_size
+
     def local_heads(self, at: TensorParallel) -> tuple[int, int]:
         """(query heads, K/V heads) of one tensor-parallel rank."""
         q, k, _ = self.qkv.weight.weights

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from megafour.architecture.attention import output_std
 from megafour.architecture.sublayer import LinearSpec, Sublayer, column, row
-from megafour.architecture.weights import ParameterSpec, Split
+from megafour.architecture.weights import ParameterSpec, Split, TensorParallel
 from megafour.config.model_schema import ModelConfig
 
 
@@ -32,3 +32,8 @@ class MLPSpec(Sublayer):
     def parameters(self) -> tuple[ParameterSpec, ...]:
         """Of up (with the gate) and down."""
         return self.up.parameters() + self.down.parameters()
+
+    def saved(self, at: TensorParallel, recompute: str) -> int:
+        """Outputs of gate and up, and what comes into down."""
+        matrices = len(self.up.weight.weights) + 1
+        return matrices * self.width // at.size

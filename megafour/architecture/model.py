@@ -11,7 +11,7 @@ from megafour.architecture.attention import AttentionSpec
 from megafour.architecture.ends import EmbeddingSpec, HeadSpec
 from megafour.architecture.mlp import MLPSpec
 from megafour.architecture.sublayer import Flops, NormSpec, Sublayer
-from megafour.architecture.weights import ParameterSpec
+from megafour.architecture.weights import ParameterSpec, TensorParallel
 from megafour.config.model_schema import ModelConfig
 from megafour.config.schema import Config
 
@@ -37,6 +37,8 @@ class LayerSpec(Sublayer):
     """One pre-norm block."""
 
     index: int
+    hidden: int
+    """Width of the residual stream."""
     branches: tuple[BranchSpec, ...]
 
     @property
@@ -51,6 +53,12 @@ class LayerSpec(Sublayer):
     def flops(self, seq_length: int) -> Flops:
         """Of all sublayers."""
         return sum((part.flops(seq_length) for part in self.sublayers), Flops(0))
+
+    def saved(self, at: TensorParallel, recompute: str) -> int:
+        """Of all sublayers; of a layer that is computed again as a whole (`full`) its input."""
+        if recompute == "full":
+            return at.residual(self.hidden)
+        return sum(part.saved(at, recompute) for part in self.sublayers)
 
 
 @dataclass(frozen=True)
@@ -84,7 +92,7 @@ class Architecture:
             if body is not None:
                 norm = NormSpec(f"layers.{index}.{kind}_norm", model.hidden_size, model.norm, model.norm_eps)
                 found.append(BranchSpec(kind, norm, body))
-        return LayerSpec(index, tuple(found))
+        return LayerSpec(index, model.hidden_size, tuple(found))
 
     def embedding(self, *, apart: bool = False) -> EmbeddingSpec:
         """The embedding; `apart`: its rank does not hold the head."""

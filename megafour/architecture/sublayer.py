@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from megafour.architecture.weights import ParameterSpec, Split, Weight
+from megafour.architecture.weights import ParameterSpec, Split, TensorParallel, Weight
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Flops:
 
 
 class Sublayer:
-    """A part of the model: what it holds and computes."""
+    """A part of the model: what it holds, computes and keeps."""
 
     def parameters(self) -> tuple[ParameterSpec, ...]:
         """Its parameters, in the order in which its module registers them."""
@@ -42,6 +42,11 @@ class Sublayer:
     def flops(self, seq_length: int) -> Flops:
         """Of one token of a sequence of `seq_length`, on all ranks together."""
         return Flops(6 * self.count)
+
+    def saved(self, at: TensorParallel, recompute: str) -> int:
+        """Elements of each token that a rank keeps for the backward, with fused attention, under a mode of
+        `train.recompute`."""
+        return 0
 
 
 @dataclass(frozen=True)
@@ -103,3 +108,7 @@ class NormSpec(Sublayer):
     def parameters(self) -> tuple[ParameterSpec, ...]:
         """Gain and bias."""
         return (self.weight,) if self.bias is None else (self.weight, self.bias)
+
+    def saved(self, at: TensorParallel, recompute: str) -> int:
+        """Input and output, of the rank's share of the tokens."""
+        return 2 * at.residual(self.size)

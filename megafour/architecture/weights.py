@@ -18,6 +18,10 @@ class TensorParallel:
     sequence_parallel: bool = False
     """Whether norms, dropout and the residual stream hold 1/size of the sequence; never with a size of 1."""
 
+    def residual(self, width: int) -> int:
+        """Elements of the residual stream, `width` a token, that a rank holds of each token on average."""
+        return width // (self.size if self.sequence_parallel else 1)
+
 
 @dataclass(frozen=True)
 class Split:

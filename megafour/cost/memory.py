@@ -1,10 +1,16 @@
-"""Bytes of a rank's weights, gradients, masters and moments under each stage of ZeRO."""
+"""Bytes of a rank's weights, gradients, masters and moments under each stage of ZeRO, and of its activations."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+from megafour.architecture.sublayer import Sublayer
 from megafour.config.parallel_schema import ParallelConfig
+from megafour.cost.parameters import tensor_parallel
+
+ELEMENT = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
+"""`train.precision` -> bytes of an activation's or weight's element."""
 
 
 def sharing(parallel: ParallelConfig) -> tuple[int, int]:
@@ -50,3 +56,10 @@ def state_bytes(elements: int, *, zero_stage: int, shares: int, element: int, mo
 
     return StateBytes(weights=kept(3) * element, gradients=kept(2) * wide,
                       masters=kept(1) * wide if element < wide else 0, moments=kept(1) * wide * moments)
+
+
+def activation_bytes(config: Any, layer: Sublayer) -> int:
+    """What a layer keeps of one micro-batch for its backward, on each rank that holds it."""
+    tokens = config.data.seq_length // config.parallel.cp * config.train.micro_batch_size
+    saved = layer.saved(tensor_parallel(config), config.train.recompute)
+    return int(tokens * saved * ELEMENT[config.train.precision])

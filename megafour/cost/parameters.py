@@ -30,12 +30,10 @@ class Parameter:
     """Times that ZeRO 3 gathers it in a micro-batch: for each forward and each backward that reads it."""
 
 
-def parameters(config: Any, parts: Sequence[Part], tp_rank: int, vocab_size: int) -> list[Parameter]:
+def parameters(architecture: Architecture, parts: Sequence[Part], at: TensorParallel) -> list[Parameter]:
     """Of a rank with these stages, in the order in which its modules register them."""
-    at = tensor_parallel(config, tp_rank)
-    units = Architecture(config.model, vocab_size).units(parts)
     return [parameter_of(spec.shape(at), spec.pieces(at), chunk=chunk, unit=unit, gathers=spec.gathers)
-            for unit, (chunk, held) in enumerate(units) for spec in held]
+            for unit, (chunk, held) in enumerate(architecture.units(parts)) for spec in held]
 
 
 def tensor_parallel(config: Any, rank: int = 0) -> TensorParallel:

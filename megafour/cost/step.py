@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cached_property
 from typing import Any
 
-from megafour.architecture.model import Part
+from megafour.architecture.model import Architecture, Part
 from megafour.cost import traffic
-from megafour.cost.memory import sharing
-from megafour.cost.parameters import Bucket, buckets, parameters
+from megafour.cost.memory import ELEMENT, sharing
+from megafour.cost.parameters import Bucket, buckets, parameters, tensor_parallel
 from megafour.cost.traffic import Heads, Traffic, collective, total
 from megafour.sizes import PRODUCTION, Sizes
-
-ELEMENT = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
-"""`train.precision` -> bytes of an activation's or weight's element."""
 
 Reach = Callable[[int, int | None], Sequence[int]]
 """(micro-batch, window) -> hops that each ring rank's keys travel."""
@@ -57,6 +55,11 @@ class StepTraffic:
     stages: Stages
     vocab_size: int
     sizes: Sizes = PRODUCTION
+
+    @cached_property
+    def architecture(self) -> Architecture:
+        """The model."""
+        return Architecture(self.config.model, self.vocab_size)
 
     @property
     def element(self) -> int:
@@ -164,8 +167,9 @@ class StepTraffic:
 
     def buckets(self) -> list[Bucket]:
         """The flat gradients of this rank."""
-        return buckets(parameters(self.config, self.stages.parts(self.place.pp), self.place.tp, self.vocab_size),
-                       self.shares, self.wide, self.zero_stage, self.sizes)
+        at = tensor_parallel(self.config, self.place.tp)
+        held = parameters(self.architecture, self.stages.parts(self.place.pp), at)
+        return buckets(held, self.shares, self.wide, self.zero_stage, self.sizes)
 
     def sync(self, flat: Sequence[Bucket]) -> Traffic:
         """What is replicated: one all-reduce a group of the elements that lie in this rank's share of the gradients.

@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megafour.architecture.model import Part
+from megafour.architecture.model import Architecture
 from megafour.config.errors import ConfigError
 from megafour.config.schema import Config
 from megafour.cost.memory import sharing, state_bytes
-from megafour.cost.parameters import parameters
 from megafour.sizes import PRODUCTION
 from megafour.verify.matrix import Degrees
 from megafour.verify.shrink import Case, accumulation, place, trained_for
@@ -87,9 +86,8 @@ def _placed(whole: Config, config: Config, mesh: Degrees) -> Config:
 def predicted(case: Case, steps: int, precision: str) -> Need:
     """The peak memory of a row: states by the formulas of `cost`, activations by what each layer saves."""
     config, mesh, element = case.config, case.degrees, 8 if precision == "fp64" else 4
-    alone = config.replace({"parallel.tp": 1, "parallel.cp": 1, "parallel.pp": 1, "parallel.dp": 1})
     model, seq, batch = config.model, config.data.seq_length, config.train.global_batch_size
-    elements = sum(p.numel for p in parameters(alone, [Part(range(model.num_layers))], 0, case.vocab_size))
+    elements = Architecture(model, case.vocab_size).count
     moments = 2 if config.optimizer.name == "adamw" else 0
     # Weights, gradients, moments and two temporaries; beside them what is kept to compare with.
     kept = elements * element * (4 + moments + steps + 1 + moments)

@@ -20,8 +20,8 @@ class Loads:
     """Compute that the first stage has besides its layers: the embedding."""
     last: int = 0
     """Compute that the last stage has besides its layers: the head."""
-    memory: Sequence[int] = ()
-    """Per rank, what one layer takes there: weights, optimizer, and the activations that the schedule keeps alive; the
+    memory: Sequence[Sequence[int]] = ()
+    """Per rank, what each layer takes there: weights, optimizer, and the activations that the schedule keeps alive; the
     later ranks of 1F1B keep fewer. Empty: memory is no matter."""
     first_memory: int = 0
     """Of the embedding."""
@@ -55,6 +55,7 @@ class _Costs:
         self.loads, self.placement = loads, placement
         self.count, self.stages = len(loads.layers), placement.stages
         self._prefix = [0, *accumulate(loads.layers)]
+        self._memory = [[0, *accumulate(row)] for row in loads.memory]
 
     def compute(self, stage: int, begin: int, end: int) -> int:
         """Of one stage."""
@@ -65,7 +66,8 @@ class _Costs:
         if not self.loads.memory:
             return 0
         ends = _ends(stage, self.stages, self.loads.first_memory, self.loads.last_memory)
-        return (end - begin) * self.loads.memory[self.placement.rank_of[stage]] + ends
+        prefix = self._memory[self.placement.rank_of[stage]]
+        return prefix[end] - prefix[begin] + ends
 
     def of(self, counts: Sequence[int]) -> tuple[list[int], list[int], list[int]]:
         """The compute of every rank and of every stage, and the memory of every rank."""
@@ -123,7 +125,8 @@ def _smallest_maximum(layers: int, stages: int, cost: Callable[..., int], allowe
 
 def _alike(loads: Loads, placement: Placement) -> list[int]:
     """The counts for layers that all cost their mean: only how many a stage has matters then, not which."""
-    layer, held = max(1, sum(loads.layers) // len(loads.layers)), placement.stages_of
+    layer, held = _mean(loads.layers), placement.stages_of
+    kept = [_mean(row) for row in loads.memory]
     extra = [_ends(i, placement.stages, loads.first, loads.last) for i in range(placement.stages)]
     heavy = [_ends(i, placement.stages, loads.first_memory, loads.last_memory) for i in range(placement.stages)]
     most = len(loads.layers)
@@ -140,7 +143,7 @@ def _alike(loads: Loads, placement: Placement) -> list[int]:
         return [(limit - more) // layer for more in extra]
 
     def memory(limit: int) -> list[int]:
-        return [min(of_rank[r], (limit - sum(heavy[i] for i in row)) // max(1, loads.memory[r]))
+        return [min(of_rank[r], (limit - sum(heavy[i] for i in row)) // kept[r])
                 for r, row in enumerate(held)]
 
     of_rank = compute(_least(lambda limit: fits(compute(limit), of_stage)))
@@ -148,6 +151,10 @@ def _alike(loads: Loads, placement: Placement) -> list[int]:
     if loads.memory:
         of_rank = memory(_least(lambda limit: fits(memory(limit), of_stage)))
     return _fill(placement, most, of_rank, of_stage, lambda stage, count: count * layer + extra[stage])
+
+
+def _mean(layers: Sequence[int]) -> int:
+    return max(1, sum(layers) // len(layers))
 
 
 def _least(enough: Callable[[int], bool]) -> int:

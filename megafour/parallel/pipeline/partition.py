@@ -9,9 +9,8 @@ from typing import Any
 from megafour.architecture.model import Architecture, Part
 from megafour.architecture.sublayer import Flops
 from megafour.cost.flops import ModelFlops, model_flops
-from megafour.cost.memory import sharing, state_bytes
-from megafour.cost.parameters import parameters
-from megafour.cost.step import ELEMENT
+from megafour.cost.memory import ELEMENT, activation_bytes, sharing, state_bytes
+from megafour.cost.parameters import parameters, tensor_parallel
 from megafour.parallel.pipeline.balance import Loads, balance
 from megafour.parallel.pipeline.check import peak_live
 from megafour.parallel.pipeline.select import Pipeline, micro_batches
@@ -58,7 +57,8 @@ def loads(config: Any, pipeline: Pipeline, vocab_size: int) -> Loads:
     Compute in FLOPs a token. Memory in bytes: weights, gradients and optimizer of what a stage holds, and for each
     micro-batch that the schedule keeps alive on a rank, what its layers save for their backward.
     """
-    flops = model_flops(Architecture(config.model, vocab_size), config.data.seq_length)
+    model = Architecture(config.model, vocab_size)
+    flops, at = model_flops(model, config.data.seq_length), tensor_parallel(config)
     first, last = Part(range(0), True, False), Part(range(0), False, True)
     ends = pipeline.placement.rank_of[0] == pipeline.placement.rank_of[-1]
 
@@ -66,15 +66,17 @@ def loads(config: Any, pipeline: Pipeline, vocab_size: int) -> Loads:
     zero_stage, shares = sharing(config.parallel)
 
     def held(*parts: Part) -> int:
-        elements = sum(p.numel for p in parameters(config, parts, 0, vocab_size))
+        elements = sum(p.numel for p in parameters(model, parts, at))
         return state_bytes(elements, zero_stage=zero_stage, shares=shares, element=ELEMENT[config.train.precision],
                            moments=moments).total
 
-    saved, layer = saved_bytes(config), held(Part(range(1), False, False))
+    states = [held(Part(range(layer.index, layer.index + 1), False, False)) for layer in model.layers]
+    saved = [activation_bytes(config, layer) for layer in model.layers]
     live = peak_live(pipeline.table(max(1, micro_batches(config))))
     return Loads(
         layers=layer_costs(flops, config.train.recompute), first=flops.embedding, last=flops.head,
-        memory=[layer + round(count * saved) for count in live], first_memory=held(first),
+        memory=[[state + round(count * kept) for state, kept in zip(states, saved, strict=True)] for count in live],
+        first_memory=held(first),
         last_memory=held(first, last) - held(first) if ends else held(last))    # a tied embedding on one rank is one
 
 
@@ -84,16 +86,3 @@ def layer_costs(flops: ModelFlops, recompute: str = "none") -> list[int]:
         return {"none": 0, "selective": layer.pairs, "full": layer.total}[recompute]
 
     return [layer.total + again(layer) // 3 for layer in flops.layers]
-
-
-def saved_bytes(config: Any) -> int:
-    """What one layer keeps of one micro-batch for its backward, with fused attention; with full recomputation its
-    input. Sequence parallelism keeps a share of what is as wide as the residual: inputs and outputs of two norms."""
-    model, tp = config.model, config.parallel.tp
-    tokens = config.data.seq_length // config.parallel.cp * config.train.micro_batch_size
-    residual = model.hidden_size // (tp if config.parallel.sequence_parallel else 1)
-    if config.train.recompute == "full":
-        return tokens * residual * ELEMENT[config.train.precision]
-    heads = 2 * model.head_size * (model.num_attention_heads + model.kv_heads)    # queries, keys, values, the output
-    inside = heads + model.ffn_size * (3 if model.gated else 2)
-    return tokens * (4 * residual + inside // tp) * ELEMENT[config.train.precision]
