@@ -76,6 +76,14 @@ def test_half_a_launch_is_refused_by_name(env, words):
     ({**STEP, "SLURM_STEP_NUM_NODES": "2", "MASTER_ADDR": "n1"}, (1, 2, 0, 1)),
     ({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
       "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "MASTER_ADDR": "n1", "MASTER_PORT": "1"}, (3, 4, 1, 2)),
+    ({**STEP, "OMPI_COMM_WORLD_SIZE": "16", "OMPI_COMM_WORLD_RANK": "11", "OMPI_COMM_WORLD_LOCAL_RANK": "3",
+      "OMPI_COMM_WORLD_LOCAL_SIZE": "8", "MASTER_ADDR": "n1", "MASTER_PORT": "1"}, (11, 16, 3, 8)),
+    ({**STEP, "PMI_SIZE": "2", "PMI_RANK": "1", "SLURM_STEP_NUM_NODES": "2", "MASTER_ADDR": "n1"}, (1, 2, 0, 1)),
+    ({**STEP, "SLURM_STEP_NUM_TASKS": "5", "SLURM_PROCID": "3", "SLURM_LOCALID": "3", "SLURM_STEP_NUM_NODES": "2",
+      "SLURM_STEP_TASKS_PER_NODE": "4,1", "SLURM_NODEID": "0", "MASTER_ADDR": "n1"}, (3, 5, 3, 4)),
+    ({**STEP, "SLURM_STEP_NUM_TASKS": "9", "SLURM_PROCID": "8", "SLURM_LOCALID": "0", "SLURM_STEP_NUM_NODES": "3",
+      "SLURM_STEP_TASKS_PER_NODE": "4(x2),1", "SLURM_NODEID": "2", "MASTER_ADDR": "n1"}, (8, 9, 0, 1)),
+    ({**TWO, "RANK": "1"}, (1, 2, 1, 2)),       # no LOCAL_RANK: all ranks on one machine
     ({"PMI_SIZE": "1", "PMI_RANK": "0"}, (0, 1, 0, 1)),
     ({**STEP, **TWO, "TORCHELASTIC_RUN_ID": "a", "GROUP_WORLD_SIZE": "2", "LOCAL_RANK": "0"}, (0, 2, 0, 2)),
 ])

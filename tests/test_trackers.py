@@ -1,8 +1,10 @@
 """Weights & Biases that fails or hangs at any call, on every way out of a run: a stand-in of the published module."""
 
 import contextlib
+import io
 import json
 import os
+import queue
 import signal
 import sys
 import time
@@ -12,7 +14,7 @@ from unittest import mock
 
 import pytest
 
-from megafour.trainer import loop
+from megafour.trainer import loop, wandb_process
 from megafour.trainer.trackers import close_all
 from tests import training
 from tests.training import settings, write_corpus
@@ -121,3 +123,15 @@ def test_without_wandb_installed_a_run_goes_on(pool, tmp_path):
     assert pool.run(tracked, 1, values, str(tmp_path), "finished", 60) == [0]
     log = (tmp_path / "run" / "logs" / "rank-0.log").read_text()
     assert log.count("wandb is off: RuntimeError: ImportError: No module named wandb") == 1
+
+
+def test_the_process_of_wandb_ends_where_the_run_is_killed_in_the_middle_of_a_line(monkeypatch):
+    """Nothing else would ever end it."""
+    ended = []
+    monkeypatch.setattr(wandb_process.sys, "stdin", io.StringIO('["log", [1, {"lo'))
+    monkeypatch.setattr(wandb_process.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(wandb_process.os, "_exit", ended.append)
+    requests = queue.Queue()
+    with pytest.raises(json.JSONDecodeError):
+        wandb_process._read(requests)
+    assert ended == [1] and requests.get_nowait() is None
