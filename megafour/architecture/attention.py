@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from megafour.architecture.sublayer import Flops, LinearSpec, NormSpec, Sublayer, column, row
+from megafour.architecture.sublayer import Collective, Flops, LinearSpec, LocalHeads, NormSpec, Sublayer, column, row
 from megafour.architecture.weights import ParameterSpec, Split, TensorParallel
 from megafour.config.model_schema import ModelConfig
 
@@ -48,12 +48,21 @@ class AttentionSpec(Sublayer):
 
     def saved(self, at: TensorParallel, recompute: str) -> int:
         """Queries, keys, values and the output: the same where the backward computes attention again (`selective`)."""
-        return 2 * sum(self.local_heads(at)) * self.head_size
+        heads = self.local_heads(at)
+        return 2 * (heads.query + heads.kv) * heads.size
 
-    def local_heads(self, at: TensorParallel) -> tuple[int, int]:
-        """(query heads, K/V heads) of one tensor-parallel rank."""
-        q, k, _ = self.qkv.weight.weights
-        return q.local_shape(at)[0] // self.head_size, k.local_shape(at)[0] // self.head_size
+    def collectives(self, at: TensorParallel, recompute: str) -> tuple[Collective, ...]:
+        """Those of its projections."""
+        return self.qkv.collectives(at, recompute) + self.output.collectives(at, recompute)
+
+    def attentions(self, at: TensorParallel) -> tuple[LocalHeads, ...]:
+        """One."""
+        return (self.local_heads(at),)
+
+    def local_heads(self, at: TensorParallel) -> LocalHeads:
+        """The heads of one tensor-parallel rank."""
+        q, k, _ = (weight.local_shape(at)[0] // self.head_size for weight in self.qkv.weight.weights)
+        return LocalHeads(q, k, self.head_size, self.window)
 
     def parameters(self) -> tuple[ParameterSpec, ...]:
         """The projections', then the norms'."""

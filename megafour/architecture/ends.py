@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megafour.architecture.sublayer import Flops, NormSpec, Sublayer
-from megafour.architecture.weights import ParameterSpec, Split, Weight
+from megafour.architecture.sublayer import Collective, Flops, NormSpec, Sublayer
+from megafour.architecture.weights import ParameterSpec, Split, TensorParallel, Weight
 from megafour.config.model_schema import ModelConfig
 
 
@@ -46,6 +46,13 @@ class EmbeddingSpec(Sublayer):
         """A look-up multiplies nothing; counted is that it reads, adds and accumulates one row."""
         return Flops(3 * self.hidden)
 
+    def collectives(self, at: TensorParallel, recompute: str) -> tuple[Collective, ...]:
+        """Each rank knows its own rows, so the vectors are summed; under sequence parallelism they are scattered, and
+        their gradient is gathered in the backward."""
+        if not at.sequence_parallel:
+            return (Collective("all_reduce", 1, self.hidden),)
+        return Collective("reduce_scatter", 1, self.hidden), Collective("all_gather", 1, self.hidden)
+
 
 @dataclass(frozen=True)
 class HeadSpec(Sublayer):
@@ -73,3 +80,12 @@ class HeadSpec(Sublayer):
     def flops(self, seq_length: int) -> Flops:
         """Those of the norm and of the projection, also where that is tied."""
         return Flops(6 * (self.norm.count + self.words * self.norm.size))
+
+    def collectives(self, at: TensorParallel, recompute: str, chunks: int = 1) -> tuple[Collective, ...]:
+        """The cross-entropy, in `chunks` of tokens: the maximum (one number a token), then the sum of exponentials and
+        the label's logit (two); the input is gathered under sequence parallelism and its gradient scattered, else the
+        gradient is summed."""
+        loss, hidden = Collective("all_reduce", 2 * chunks, 3, wide=True), self.norm.size
+        if not at.sequence_parallel:
+            return loss, Collective("all_reduce", 1, hidden)
+        return loss, Collective("all_gather", 1, hidden), Collective("reduce_scatter", 1, hidden)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megafour.architecture.attention import output_std
-from megafour.architecture.sublayer import LinearSpec, Sublayer, column, row
+from megafour.architecture.sublayer import Collective, LinearSpec, Sublayer, column, row
 from megafour.architecture.weights import ParameterSpec, Split, TensorParallel
 from megafour.config.model_schema import ModelConfig
 
@@ -37,3 +37,7 @@ class MLPSpec(Sublayer):
         """Outputs of gate and up, and what comes into down."""
         matrices = len(self.up.weight.weights) + 1
         return matrices * self.width // at.size
+
+    def collectives(self, at: TensorParallel, recompute: str) -> tuple[Collective, ...]:
+        """Those of its matrices."""
+        return self.up.collectives(at, recompute) + self.down.collectives(at, recompute)

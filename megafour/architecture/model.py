@@ -10,7 +10,7 @@ from functools import cached_property
 from megafour.architecture.attention import AttentionSpec
 from megafour.architecture.ends import EmbeddingSpec, HeadSpec
 from megafour.architecture.mlp import MLPSpec
-from megafour.architecture.sublayer import Flops, NormSpec, Sublayer
+from megafour.architecture.sublayer import Collective, Flops, LocalHeads, NormSpec, Sublayer
 from megafour.architecture.weights import ParameterSpec, TensorParallel
 from megafour.config.model_schema import ModelConfig
 from megafour.config.schema import Config
@@ -59,6 +59,14 @@ class LayerSpec(Sublayer):
         if recompute == "full":
             return at.residual(self.hidden)
         return sum(part.saved(at, recompute) for part in self.sublayers)
+
+    def collectives(self, at: TensorParallel, recompute: str) -> tuple[Collective, ...]:
+        """Of all sublayers."""
+        return tuple(made for part in self.sublayers for made in part.collectives(at, recompute))
+
+    def attentions(self, at: TensorParallel) -> tuple[LocalHeads, ...]:
+        """Of all sublayers."""
+        return tuple(heads for part in self.sublayers for heads in part.attentions(at))
 
 
 @dataclass(frozen=True)

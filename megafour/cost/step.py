@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from functools import cached_property
 from typing import Any
 
 from megafour.architecture.model import Architecture, Part
+from megafour.architecture.sublayer import Collective, LocalHeads
+from megafour.architecture.weights import TensorParallel
 from megafour.cost import traffic
 from megafour.cost.memory import ELEMENT, sharing
 from megafour.cost.parameters import Bucket, buckets, parameters, tensor_parallel
@@ -72,11 +73,6 @@ class StepTraffic:
         return max(4, self.element)
 
     @property
-    def sequence_parallel(self) -> bool:
-        """Whether there is a sequence-parallel region."""
-        return bool(self.config.parallel.sequence_parallel) and self.config.parallel.tp > 1
-
-    @property
     def micro_batches(self) -> int:
         """Of one rank, in a step."""
         train = self.config.train
@@ -107,18 +103,26 @@ class StepTraffic:
         """The stage of ZeRO that has an effect: none where nothing is cut."""
         return sharing(self.config.parallel)[0]
 
+    @property
+    def at(self) -> TensorParallel:
+        """This rank's place in tensor parallelism."""
+        return tensor_parallel(self.config, self.place.tp)
+
     def block(self, layer: int, reach: Reach | None = None, micro_batch: int = 0) -> Traffic:
         """One transformer block, forward and backward, of one micro-batch."""
-        tp, recompute = self.config.parallel.tp, self.config.train.recompute
-        return (traffic.tensor_parallel_block(self.activation, tp, sequence_parallel=self.sequence_parallel,
-                                              again=recompute == "full")
-                + self._attention(self.config.model.window(layer), reach or self._causal_reach, micro_batch))
+        described = self.architecture.layers[layer]
+        exchanges = [self._attention(heads, reach or self._causal_reach, micro_batch)
+                     for heads in described.attentions(self.at)]
+        return self._collectives(described.collectives(self.at, self.config.train.recompute)) + total(exchanges)
 
-    def _attention(self, window: int | None, reach: Reach, micro_batch: int) -> Traffic:
-        model, parallel, recompute = self.config.model, self.config.parallel, self.config.train.recompute
+    def _collectives(self, described: Iterable[Collective]) -> Traffic:
+        parallel = self.config.parallel
+        return traffic.collectives(described, {"tp": parallel.tp, "cp": parallel.cp}, self.tokens, self.element)
+
+    def _attention(self, held: LocalHeads, reach: Reach, micro_batch: int) -> Traffic:
+        parallel, recompute = self.config.parallel, self.config.train.recompute
         context, again, split = parallel.context, recompute != "none", self._ulysses
-        heads = Heads(self.tokens, model.num_attention_heads // parallel.tp, max(model.kv_heads // parallel.tp, 1),
-                      model.head_size, self.element)
+        heads = Heads(self.tokens, held.query, held.kv, held.size, self.element)
         n = parallel.cp // split
         if parallel.cp == 1:
             return Traffic()
@@ -131,7 +135,7 @@ class StepTraffic:
         if n == 1:
             return around
         inside = heads.exchanged(split) if split > 1 else heads
-        return around + traffic.ring(inside, self.place.ring, reach(micro_batch, window), again=again)
+        return around + traffic.ring(inside, self.place.ring, reach(micro_batch, held.window), again=again)
 
     @property
     def _ulysses(self) -> int:
@@ -145,30 +149,17 @@ class StepTraffic:
                              ulysses=self._ulysses, window=window)
 
     def embedding(self) -> Traffic:
-        """The look-up: each tp rank knows its own rows, so the vectors are summed, A bytes; under sequence parallelism
-        they are scattered, and their gradient is gathered in the backward."""
-        tp = self.config.parallel.tp
-        if not self.sequence_parallel:
-            return collective("tp", "all_reduce", tp, self.activation)
-        return (collective("tp", "reduce_scatter", tp, self.activation)
-                + collective("tp", "all_gather", tp, self.activation))
+        """The look-up, forward and backward, of one micro-batch."""
+        return self._collectives(self.architecture.embedding().collectives(self.at, self.config.train.recompute))
 
     def head(self, chunk_tokens: int) -> Traffic:
-        """The output layer with its cross-entropy, in chunks of tokens: the maximum (one `w` number a token), then the
-        sum of exponentials and the label's logit (two); the input is gathered under sequence parallelism and its
-        gradient scattered, else the gradient is summed."""
-        tp, chunks = self.config.parallel.tp, -(-self.tokens // chunk_tokens)
-        out = (collective("tp", "all_reduce", tp, 3 * self.tokens * self.wide)
-               + Traffic({("tp", "all_reduce"): (2 * chunks - 1, Fraction(0))} if tp > 1 else {}))
-        if not self.sequence_parallel:
-            return out + collective("tp", "all_reduce", tp, self.activation)
-        return (out + collective("tp", "all_gather", tp, self.activation)
-                + collective("tp", "reduce_scatter", tp, self.activation))
+        """The output layer with its cross-entropy in chunks of so many tokens, of one micro-batch."""
+        return self._collectives(self.architecture.head().collectives(
+            self.at, self.config.train.recompute, chunks=-(-self.tokens // chunk_tokens)))
 
     def buckets(self) -> list[Bucket]:
         """The flat gradients of this rank."""
-        at = tensor_parallel(self.config, self.place.tp)
-        held = parameters(self.architecture, self.stages.parts(self.place.pp), at)
+        held = parameters(self.architecture, self.stages.parts(self.place.pp), self.at)
         return buckets(held, self.shares, self.wide, self.zero_stage, self.sizes)
 
     def sync(self, flat: Sequence[Bucket]) -> Traffic:
@@ -196,12 +187,15 @@ class StepTraffic:
         """
         parallel, held, m = self.config.parallel, self.stages.held(self.place.pp), self.micro_batches
         layers = [layer for stage in held for layer in self.stages.layers[stage]]
-        out = total(self.block(layer, reach, i) for i in range(m) for layer in layers)
+        if reach is None:
+            out = total(self.block(layer) for layer in layers) * m
+        else:
+            out = total(self.block(layer, reach, i) for i in range(m) for layer in layers)
         if 0 in held:
             out += self.embedding() * m
         if len(self.stages.rank_of) - 1 in held:
             out += self.head(chunk_tokens) * m
-        sent = self.activation // (parallel.tp if self.sequence_parallel else 1)
+        sent = self.activation // (parallel.tp if self.at.sequence_parallel else 1)
         out += traffic.pipeline(sent, self.place.pp, self.stages.rank_of, m)
         flat = self.buckets()
         return (out + self.sync(flat) + traffic.data_parallel(

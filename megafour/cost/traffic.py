@@ -9,9 +9,11 @@ activation's element, `w` those of what is accumulated: 4, or 8 in fp64 runs.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+
+from megafour.architecture.sublayer import Collective
 
 
 @dataclass
@@ -62,25 +64,14 @@ def sends(axis: str, calls: int, nbytes: int) -> Traffic:
     return Traffic({(axis, "send_recv"): (calls, Fraction(calls * nbytes))}) if calls else Traffic()
 
 
-# --- tensor parallelism ------------------------------------------------------------------------------------------
-
-
-def tensor_parallel_block(activation: int, tp: int, *, sequence_parallel: bool, again: bool = False) -> Traffic:
-    """One block over tp; `activation` is s·b·h·e bytes, `again` whether the backward recomputes the forward.
-
-    A block has two column-parallel linears (q/k/v, up) and two row-parallel ones (out, down).
-    Without sequence parallelism (Shoeybi et al. 2019, figure 3) each row sums its output in the forward and each
-    column its input's gradient in the backward: 4 all-reduces of the whole activation, (2(tp-1)/tp)·4·A.
-    With it (Korthikanti et al. 2022, section 4.2.2) an all-reduce becomes a reduce-scatter and an all-gather. Forward:
-    each column gathers, each row scatters. Backward: each row gathers its output's gradient, each column scatters its
-    input's gradient and gathers its input anew, since only the shard was kept: 6 all-gathers and 4 reduce-scatters,
-    ((tp-1)/tp)·10·A: a quarter more than without, and 1/tp of the memory.
-    """
-    more = 2 if again else 0
-    if not sequence_parallel:
-        return collective("tp", "all_reduce", tp, activation, 4 + more)
-    return (collective("tp", "all_gather", tp, activation, 6 + more)
-            + collective("tp", "reduce_scatter", tp, activation, 4 + more))
+def collectives(described: Iterable[Collective], ranks: Mapping[str, int], tokens: int, element: int) -> Traffic:
+    """Collectives that sublayers describe, of a micro-batch of `tokens` tokens on this rank; `ranks` of each axis."""
+    out = Traffic()
+    for made in described:
+        whole = tokens * made.elements * (max(4, element) if made.wide else element)
+        once = collective(made.axis, made.primitive, ranks[made.axis], whole)
+        out += Traffic({key: (made.calls, nbytes) for key, (_, nbytes) in once.entries.items()})
+    return out
 
 
 # --- context parallelism -----------------------------------------------------------------------------------------

@@ -25,7 +25,8 @@ class Attention(nn.Module):
         self.layer, self.core, self.seq_length = spec.layer, build.attention, build.config.data.seq_length
         self.dropout, self.all_heads = build.model.attention_dropout, spec.heads
         self.head_dim = spec.head_size
-        self.q_heads, self.kv_heads = spec.local_heads(at)
+        heads = spec.local_heads(at)
+        self.q_heads, self.kv_heads = heads.query, heads.kv
         self.first_head = at.rank * self.q_heads
         self.window = spec.window
         self.wqkv = ColumnParallelLinear(spec.qkv, build.tp, **build.placement)
