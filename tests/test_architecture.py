@@ -113,3 +113,15 @@ def test_a_fused_parameter_holds_its_weights_one_below_the_other() -> None:
     assert (first.offset, first.size, first.rows) == ((4, 0), (4, 4), slice(0, 4))
     assert (second.offset, second.size, second.rows) == ((8, 0), (8, 4), slice(4, 12))
     assert second.flat_range((12, 4)) == (16, 48)
+
+
+@pytest.mark.parametrize(("sequence_parallel", "summed"), [
+    (False, {"attention.q_norm", "attention.k_norm"}),
+    (True, {"attention.q_norm", "attention.k_norm", "attention_norm", "mlp_norm", "norm"})])
+def test_weights_whose_gradient_tp_must_sum(sequence_parallel: bool, summed: set[str]) -> None:
+    """Each rank normalises its own queries and keys, and under sequence parallelism its share of the tokens."""
+    config = load_config(None, ["model.preset=qwen3-0.6b"])
+    units = Architecture(config.model, 131).units([Part(range(1), True, True)])
+    found = {piece.name for _, held in units for spec in held
+             for piece in spec.pieces(TensorParallel(2, 0, sequence_parallel)) if piece.reduce == "tp"}
+    assert {name.removeprefix("layers.0.").removesuffix(".weight") for name in found} == summed

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -15,7 +15,7 @@ from megafour.architecture.weights import ParameterSpec, TensorParallel
 from megafour.config.model_schema import ModelConfig
 from megafour.config.schema import Config
 
-KINDS: Mapping[str, Callable[[ModelConfig, int], Sublayer | None]] = {
+KINDS: dict[str, Callable[[ModelConfig, int], Sublayer | None]] = {
     "attention": AttentionSpec.of,
     "mlp": MLPSpec.of,
 }

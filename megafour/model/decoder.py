@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from megafour.parallel.random import hidden_dropout
 from megafour.parallel.tensor.cross_entropy import head_loss
 from megafour.parallel.tensor.embedding import VocabParallelEmbedding
 
-BUILDERS: Mapping[str, Callable[[Any, Build], nn.Module]] = {"attention": Attention, "mlp": MLP}
+BUILDERS: dict[str, Callable[[Any, Build], nn.Module]] = {"attention": Attention, "mlp": MLP}
 """Kind of `architecture.model.KINDS` -> the module made from its description; called with activations and a `Pass`."""
 
 
