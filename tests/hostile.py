@@ -32,8 +32,8 @@ MEMORY = 12 << 30
 GRACE = 5.0
 """Seconds that the other ranks get to end once one has failed and they have been told to, as under torchrun."""
 
-REFUSAL_WAIT = 2.0
-"""Seconds for which other ranks than the first wait here before they say an error: nothing is slow to start."""
+REFUSAL_WAIT = 15.0
+"""Seconds for which other ranks than the first wait here before they say an error: no start takes as long."""
 
 LOCK_WAIT = 0.5
 """Seconds for which the lock of another machine is watched here."""
