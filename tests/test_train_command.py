@@ -184,3 +184,18 @@ def test_a_resume_that_no_checkpoint_answers_is_exit_2_before_the_folder_is_touc
     err = capfd.readouterr().err
     assert err.startswith("error: ") and err.count("\n") == 1 and said in err
     assert [path.name for path in (tmp_path / "runs" / "default").iterdir()] == ["checkpoints"]
+
+
+def test_a_start_that_the_saved_run_does_not_fit_is_refused_and_keeps_its_step(command, capfd, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_corpus(tmp_path / "corpus")
+    words = ["data.tokenizer={kind: bytes}", "data.train=[{path: corpus}]", "data.seq_length=16", "train.steps=2",
+             "train.global_batch_size=2", "train.precision=fp32", "model.num_layers=1", "model.hidden_size=16",
+             "model.num_attention_heads=2", "logging.tensorboard=false", "run.dir=run"]
+    assert command(words) == 0
+    for start in (["--check"], []):
+        assert command([*start, *words, "model.vocab_size=100"]) == 2
+        assert "model.vocab_size=100 is less than the tokenizer's 257 token ids" in capfd.readouterr().err
+    assert command([*words, "optimizer.name=sgd"]) == 2
+    status = json.loads((tmp_path / "run" / "status.json").read_text())
+    assert (status["state"], status["step"]) == ("failed", 2)

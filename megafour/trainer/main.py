@@ -38,7 +38,7 @@ from megafour.trainer.peers import lost
 from megafour.trainer.run_folder import STOP_FILE, RunFolder, check_resume, leave_preempted, open_run_folder
 from megafour.trainer.setup import build_mesh, build_state, choose_device
 from megafour.trainer.signals import StopRequest
-from megafour.trainer.starting import check_start, start_from
+from megafour.trainer.starting import check_start, start_from, weights_have
 from megafour.trainer.step import control_sum, on_host
 from megafour.trainer.watch import HangWatch
 from megafour.world import start_distributed, stop_distributed
@@ -190,8 +190,7 @@ def vocabulary(config: Config, info: TokenizerInfo) -> int:
     wanted = config.model.vocab_size
     if not isinstance(wanted, int):
         return info.vocab_size
-    trained = config.checkpoint.init_from is not None or checkpoints.list_steps(Path(config.checkpoint_dir))
-    if info.hash and wanted < info.vocab_size and not trained:
+    if info.hash and wanted < info.vocab_size and not weights_have(config, wanted):
         raise ConfigError(f"model.vocab_size={wanted} is less than the tokenizer's {info.vocab_size} token ids; "
                           f"set model.vocab_size=auto")
     return wanted

@@ -100,7 +100,8 @@ class RunFolder:
     def fail(self, step: int, reason: str) -> bool:
         """Any rank that fails says why; the first reason stays, since later ones follow from it.
 
-        A status that cannot be written (a full disk) must not take the place of the failure itself.
+        A status that cannot be written (a full disk) must not take the place of the failure itself. A start that fails
+        before its first step, `step` 0, leaves the step of the run before.
 
         Returns:
             whether this is the first failure.
@@ -108,7 +109,7 @@ class RunFolder:
         first = read_status(self.path).get("state") == "running"
         if first:
             with contextlib.suppress(OSError):
-                write_status(self.path, "failed", step, reason)
+                write_status(self.path, "failed", step or self.step, reason)
         return first
 
     def close(self) -> None:

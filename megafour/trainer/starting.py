@@ -94,6 +94,19 @@ def _shown(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
+def weights_have(config: Config, rows: int) -> bool:
+    """Whether trained weights, of a starting point or of the run's newest checkpoint, have so many embedding rows."""
+    folder = Path(config.checkpoint_dir)
+    steps = checkpoints.list_steps(folder)
+    source = checkpoints.step_path(folder, steps[-1]) if steps else config.checkpoint.init_from
+    if source is None:
+        return False
+    try:
+        return _model_of(_likely(Path(source))).vocab_size == rows
+    except (CheckpointError, ConfigError):      # what is wrong there is said where it is opened
+        return True
+
+
 def _model_of(source: Path) -> ModelConfig:
     if checkpoints.is_huggingface(source):
         return config_from({"model": read_huggingface(source)}).model
