@@ -75,7 +75,7 @@ Checked at start, on every rank; the message shows the equation with its numbers
 - pp · virtual stages ≤ layers; an explicit `parallel.pipeline.partition` has as many entries of at least 1 that add up
   to the layers.
 - RoPE: the head dimension is even. Scalings: `factor` ≥ 1; llama3: `low_freq_factor` < `high_freq_factor`; yarn:
-  `rope_theta` > 1, `beta_slow` ≤ `beta_fast`; the original length ≤ `model.max_position_embeddings`. `rope_theta` ≥ 1,
+  `rope_theta` > 1, `beta_slow` ≤ `beta_fast`. `rope_theta` ≥ 1,
   and every number is between 2^-126 and 2^127, the range of fp32.
 - Learned positions: `data.seq_length` ≤ `model.max_position_embeddings`.
 - One of `train.steps` and `train.tokens`; warm-up < steps, warm-up < decay (wsd: warm-up + decay ≤ steps),

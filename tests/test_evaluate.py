@@ -282,7 +282,7 @@ def test_a_byte_order_mark_and_compression_change_no_token(folder, capsys, monke
     (["--hf", "hf", "--text", "fox.txt", "parallel.tp=2"], 2, "world = dp · pp · tp · cp"),
     (["--hf", "hf", "--text", "fox.txt", "paralel.tp=2"], 2, "not a key"),
     (["--hf", "bare", "--text", "fox.txt"], 1, "no tokenizer"),
-    (["--hf", "hf", "--text", "fox.txt", "run.device=cuda"], 2, "this machine has 0 for 1 local ranks"),
+    (["--hf", "hf", "--text", "fox.txt", "run.device=cuda"], 2, "this machine has 0 GPUs and 1 local ranks"),
 ])
 def test_what_cannot_be_evaluated_is_one_line(folder, capsys, monkeypatch, argv, code, words):
     monkeypatch.chdir(folder)
