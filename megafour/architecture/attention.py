@@ -15,11 +15,8 @@ class AttentionSpec(Sublayer):
     """Grouped-query self-attention (Ainslie et al. 2023) of one layer, heads split over tp."""
 
     layer: int
-    hidden: int
     heads: int
-    kv_heads: int
-    """With more tp ranks than these a head lives on several ranks. Each sees the gradient of its own query heads, so
-    group `kv` sums them."""
+    """Query heads."""
     head_size: int
     window: int | None
     """Tokens that a query sees; None: all before it."""
@@ -32,12 +29,13 @@ class AttentionSpec(Sublayer):
     def of(cls, model: ModelConfig, layer: int) -> AttentionSpec:
         """The attention of layer `layer`."""
         name, size, heads = f"layers.{layer}.attention", model.head_size, model.num_attention_heads
+        # With more tp ranks than K/V heads a head lives on several: each sees the gradient of its own query heads.
         outputs = {f"{name}.w{letter}": (units * size, Split(0, units, replicas="kv"))
                    for letter, units in (("q", heads), ("k", model.kv_heads), ("v", model.kv_heads))}
         # Each rank normalises its own heads, so these gradients are partial with or without sequence parallelism.
         norms = [NormSpec(f"{name}.{which}_norm", size, "rmsnorm", model.norm_eps, "heads") if model.qk_norm else None
                  for which in "qk"]
-        return cls(layer, model.hidden_size, heads, model.kv_heads, size, model.window(layer),
+        return cls(layer, heads, size, model.window(layer),
                    column(outputs, model.hidden_size, bias=model.qkv_bias, std=model.init_std),
                    row(f"{name}.wo", model.hidden_size, heads * size, heads, bias=model.linear_bias,
                        std=output_std(model)), *norms)

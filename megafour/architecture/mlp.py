@@ -14,7 +14,6 @@ from megafour.config.model_schema import ModelConfig
 class MLPSpec(Sublayer):
     """`down(silu(gate(x)) * up(x))` (Shazeer 2020) or `down(gelu(up(x)))`, hidden features split over tp."""
 
-    hidden: int
     width: int
     activation: str
     up: LinearSpec
@@ -25,7 +24,7 @@ class MLPSpec(Sublayer):
         """The MLP of layer `layer`."""
         name, ffn = f"layers.{layer}.mlp", model.ffn_size
         outputs = {f"{name}.{which}": (ffn, Split(0, ffn)) for which in (("gate", "up") if model.gated else ("up",))}
-        return cls(model.hidden_size, ffn, model.activation,
+        return cls(ffn, model.activation,
                    column(outputs, model.hidden_size, bias=model.linear_bias, std=model.init_std),
                    row(f"{name}.down", model.hidden_size, ffn, ffn, bias=model.linear_bias, std=output_std(model)))
 
