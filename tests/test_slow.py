@@ -48,13 +48,17 @@ def test_a_slow_rank_is_named_and_no_other(pool, tmp_path, parallel, world, slow
 
 
 def without_a_core(rank, world, values):
-    """Train; the last rank takes half a second more a step, for which the scheduler says that it waited for a core."""
+    """Train; the last rank takes a second more per step, for which the scheduler says that it waited for a core.
+
+    Every step takes half a second, so that the noise of a busy machine does not double it.
+    """
     real, waited = loop.Run._on_device, [0.0]
 
     def waiting(run, batches):
+        time.sleep(0.5)
         if rank == world - 1:
-            time.sleep(0.5)
-            waited[0] += 0.5
+            time.sleep(1.0)
+            waited[0] += 1.0
         return real(run, batches)
 
     with mock.patch.object(loop.Run, "_on_device", waiting), mock.patch("megafour.trainer.slow.SHARE", 1.0), \
