@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import sys
 import time
 import uuid
 from collections.abc import Callable, Collection
@@ -14,6 +13,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from megafour.config.errors import say_line
 from megafour.config.launch import Launch, LaunchError
 
 STARTUP_TIMEOUT = timedelta(minutes=30)
@@ -106,8 +106,7 @@ class Waiting:
             return False
         self._next = self.seconds + NEXT_WORD
         if self._speaks:
-            print(f"rank {launch.rank} waits at {launch.address} for {whom()}, {self.seconds:.0f} s",
-                  file=sys.stderr, flush=True)
+            say_line(f"rank {launch.rank} waits at {launch.address} for {whom()}, {self.seconds:.0f} s")
         return True
 
 

@@ -176,7 +176,7 @@ class ReadSlice:
         return self.file.get_tensor(self.name)[index]
 
 
-def check_files(folder: Path) -> None:
+def check_weight_files(folder: Path) -> None:
     """Look for the files that hold a folder's weights, without opening them.
 
     Raises:

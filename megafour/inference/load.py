@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from megafour.checkpoint.folder import find_any, is_huggingface
 from megafour.checkpoint.safetensors_file import ignored
 from megafour.checkpoint.tensors import LogicalTensor
 from megafour.checkpoint.whole import sound_at_a_glance
+from megafour.config.errors import say_line
 from megafour.config.huggingface import huggingface_family, read_huggingface
 from megafour.config.launch import Launch
 from megafour.config.load import load_config
@@ -86,7 +86,7 @@ def first_whole(models: list[Path], group: ProcessGroup | None) -> Path:
 
 def _say_skipped(damaged: list[str]) -> None:
     for text in damaged:
-        print(f"skipped: {text}", file=sys.stderr, flush=True)
+        say_line(f"skipped: {text}")
 
 
 def model_settings(folder: Path, overrides: list[str] | None = None, precision: str = "fp32") -> Config:

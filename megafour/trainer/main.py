@@ -44,16 +44,18 @@ from megafour.trainer.watch import HangWatch
 from megafour.world import start_distributed, stop_distributed
 
 
-def refuse(error: Exception, launch: Launch, code: int) -> int:
-    """Say the one line, once a node, and return the exit code."""
-    say_error(str(error), launch.local_rank)
+def refuse(error: Exception, code: int, local_rank: int = 0) -> int:
+    """Print the error's line and return the exit code.
+
+    `local_rank`: of a rank whose node meets the error together and says it once; 0 says it at once.
+    """
+    say_error(str(error), local_rank)
     return code
 
 
-def say_refusal(error: Exception, code: int) -> int:
-    """The one line, at once, of a rank that alone has met the error; returns the exit code."""
-    say_error(str(error))
-    return code
+def exit_code(error: Exception) -> int:
+    """2 for a mistake in the config or in what it names, 1 for a failure."""
+    return 2 if isinstance(error, ConfigError | NoSuchFile) else 1
 
 
 def check(path: str | None, overrides: list[str], world: int | None) -> int:
@@ -74,22 +76,18 @@ def check(path: str | None, overrides: list[str], world: int | None) -> int:
         ranks = world or (launch.world if launch.world > 1 else smallest_world(config))
         config = resolve(config, ranks)
         check_pipeline(config)
-        notes = check_files(config, ranks)
+        notes = check_named_files(config, ranks)
         print(describe(config))
         for note in notes:
             print(f"note: {note}")
-    except ConfigError as error:
-        return refuse(error, launch, 2)
-    except DataError as error:
-        return refuse(error, launch, 2 if isinstance(error, NoSuchFile) else 1)
-    except OSError as error:
-        if error.errno is None:
+    except (ConfigError, DataError, OSError) as error:
+        if isinstance(error, OSError) and error.errno is None:
             raise
-        return refuse(error, launch, 1)
+        return refuse(error, exit_code(error), launch.local_rank)
     return 0
 
 
-def check_files(config: Config, world: int) -> list[str]:
+def check_named_files(config: Config, world: int) -> list[str]:
     """Refuse what a start would refuse of the files that the config names, as far as they are on this machine.
 
     Returns:
@@ -150,7 +148,7 @@ def run(path: str | None, overrides: list[str], launch: Launch, stop: StopReques
         if isinstance(error, OSError) and error.errno is None:
             raise
         stop.restore()      # of several ranks that say the same most wait: torchrun's signal may end them
-        return refuse(error, launch, 2 if isinstance(error, ConfigError | NoSuchFile) else 1)
+        return refuse(error, exit_code(error), launch.local_rank)
     with ExitStack() as afterwards:
         try:
             return train(config, launch, device, tokenizer, datasets, stop, allowed, afterwards) or 0
@@ -214,7 +212,7 @@ def train(config: Config, launch: Launch, device: torch.device, tokenizer: Token
             stop.ignore()
             return 0
         stop.restore()
-        return refuse(error, launch, 1)
+        return refuse(error, 1, launch.local_rank)
     code = train_on(build_mesh(config, device), config, launch, tokenizer, datasets, allowed, stop, afterwards)
     stop_distributed()
     return code
@@ -244,7 +242,7 @@ def _train_until(stop: StopRequest, early: bool, mesh: Mesh, config: Config, lau
         folder = open_run_folder(config, mesh.group("world").pg)
     except CheckpointError as error:
         stop.restore()
-        return refuse(error, launch, 1)
+        return refuse(error, 1, launch.local_rank)
     try:
         log = RankLog(folder.logs, mesh.rank, where=mesh.describe())
     except OSError as error:        # of this rank alone: the others learn of it by its end
@@ -252,7 +250,7 @@ def _train_until(stop: StopRequest, early: bool, mesh: Mesh, config: Config, lau
         refused = CheckpointError(f"{mesh.describe()}: its log cannot be opened: {error}")
         first = folder.fail(0, str(refused))
         folder.close()
-        return say_refusal(refused, 1) if first else 1
+        return refuse(refused, 1) if first else 1
     afterwards.callback(log.close)
     if folder.stopped is not None:
         log.say(folder.stopped)
@@ -290,8 +288,8 @@ def _train_until(stop: StopRequest, early: bool, mesh: Mesh, config: Config, lau
         if launch.local_rank:
             stop.restore()      # of several ranks that say the same most wait: torchrun's signal may end them
         if isinstance(error, DataError):    # not alike on all ranks, as the others are: who meets it first says it
-            return say_refusal(error, 1) if first else 1
-        return refuse(error, launch, 2 if isinstance(error, ConfigError) else 1)
+            return refuse(error, 1) if first else 1
+        return refuse(error, 2 if isinstance(error, ConfigError) else 1, launch.local_rank)
     except KeyboardInterrupt:       # Ctrl-C reaches every rank, in the middle of anything: nothing to agree on
         first = folder.fail(training.progress.step if training else 0, "interrupted (SIGINT)")
         if first:
@@ -304,7 +302,7 @@ def _train_until(stop: StopRequest, early: bool, mesh: Mesh, config: Config, lau
         log.note(f"failed in step {step + 1}\n{traceback.format_exc()}")
         if isinstance(error, OSError) and error.errno is not None:      # a disk that is full or gone, in one line
             stop.restore()
-            return say_refusal(error, 1) if first else 1
+            return refuse(error, 1) if first else 1
         if not first:       # this rank failed because a peer did: that one's traceback is the one to show
             return 1
         if gone is not None:    # nor does this one's own say anything

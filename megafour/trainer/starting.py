@@ -9,7 +9,7 @@ from pathlib import Path
 from megafour.checkpoint import folder as checkpoints
 from megafour.checkpoint.agreement import first_does
 from megafour.checkpoint.errors import CheckpointError
-from megafour.checkpoint.safetensors_file import check_files
+from megafour.checkpoint.safetensors_file import check_weight_files
 from megafour.config.errors import ConfigError
 from megafour.config.huggingface import huggingface_family, read_huggingface
 from megafour.config.load import config_from, load_config
@@ -45,7 +45,7 @@ def check_start(config: Config, tokenizer: str = "", allowed: Collection[str] = 
         source = _likely(Path(wanted))
         known = _tokenizers_of(source)
         if checkpoints.is_huggingface(source):
-            check_files(source)     # before the ranks meet
+            check_weight_files(source)     # before the ranks meet
     except CheckpointError as error:
         raise ConfigError(f"checkpoint.init_from={wanted}: {error}") from None
     if checkpoints.is_huggingface(source) and config.checkpoint.init_optimizer:

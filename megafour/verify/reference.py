@@ -102,6 +102,13 @@ def tiled_normal(seed: int, name: str, shape: tuple[int, ...], tile_size: int) -
     return torch.cat(tiles)[:rows, :cols].reshape(shape).clone()
 
 
+ONE_PROCESS = {"parallel.dp": 1, "parallel.pp": 1, "parallel.tp": 1, "parallel.cp": 1, "parallel.context": {},
+               "parallel.zero_stage": 0, "parallel.zero_size": None,
+               "parallel.pipeline.partition": "auto", "parallel.pipeline.schedule": "1f1b",
+               "parallel.pipeline.virtual_stages": None, "train.micro_batch_size": 1, "train.recompute": "none"}
+"""What of a training config changes when one process holds the whole model."""
+
+
 @dataclass
 class Reference:
     """What one process computes; tensors on the CPU by logical name."""
@@ -130,9 +137,7 @@ def run_reference(case: Case, vocab_size: int, steps: int, device: torch.device,
     """`steps` steps of the global batches that the case's mesh trains on. `dtype` is that of the mesh's weights."""
     config = case.config
     alone = config.replace({
-        "parallel.dp": 1, "parallel.pp": 1, "parallel.tp": 1, "parallel.cp": 1, "parallel.context": {},
-        "parallel.pipeline": {}, "parallel.zero_size": None,
-        "train.micro_batch_size": config.train.global_batch_size, "train.recompute": "none",
+        **ONE_PROCESS, "train.micro_batch_size": config.train.global_batch_size,
         "train.precision": "fp64" if dtype == torch.float64 else "fp32"})
     stage = build_stage(alone, Mesh.single(device), vocab_size, attention=dense_attention)
     for param in stage.parameters():

@@ -34,18 +34,12 @@ from megafour.verify.compare import (
     deviation,
     worst,
 )
-from megafour.verify.reference import Reference, run_reference, start
+from megafour.verify.reference import ONE_PROCESS, Reference, run_reference, start
 from megafour.verify.shrink import Case
 from megafour.verify.toy import EVALUATION, prompt_of, toy_batches
 
 Plant = Callable[[], AbstractContextManager[Any]]
 """Enters a fault on a rank and takes it out again; how the tests prove that faults are found."""
-
-ONE_PROCESS = {"parallel.dp": 1, "parallel.pp": 1, "parallel.tp": 1, "parallel.cp": 1, "parallel.context": {},
-               "parallel.zero_stage": 0, "parallel.zero_size": None,
-               "parallel.pipeline.partition": "auto", "parallel.pipeline.schedule": "1f1b",
-               "parallel.pipeline.virtual_stages": None, "train.micro_batch_size": 1, "train.recompute": "none"}
-"""What of a training config changes when one process holds the whole model."""
 
 
 @dataclass(frozen=True)
